@@ -5,11 +5,11 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use kvx_vllm::config::BlockRelease;
-use kvx_vllm::engine::mooncake::MooncakeWorker;
+use kvx_vllm::engine::mooncake::{MooncakeAction, MooncakeWorker};
 use kvx_vllm::engine::{
-    Address, Allocation, Arrival, BlockLists, ConnectorMeta, Ending, Kept, LoadFailure, Outcome,
-    OutputAggregator, RequestId, Scheduler, Settings, Status, Then, Time, Worker, WorkerOutput,
-    WorkerRank,
+    Action, Address, Allocation, Arrival, BlockLists, ConnectorMeta, Ending, Kept, LoadFailure,
+    MoveFailure, MoveId, Outcome, OutputAggregator, RequestId, Scheduler, Settings, Status, Then,
+    Time, Transferred, Worker, WorkerOutput, WorkerRank,
 };
 use kvx_vllm::params::{MooncakeParams, OlderMooncakeParams, TransferParams};
 
@@ -65,16 +65,31 @@ pub(crate) enum End {
     Error,
 }
 
+type MoveResult = Result<Transferred, MoveFailure>;
+
 /// The worker half of either connector.
 pub(crate) trait Half: Debug {
+    type Action: Debug;
+
+    fn next_action(&mut self) -> Option<Self::Action>;
     fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta);
     fn get_finished(&mut self, now: Time) -> WorkerOutput;
     fn next_deadline(&self) -> Option<Time>;
+    fn move_resolved(&mut self, now: Time, id: MoveId, result: MoveResult);
+    fn move_settled(&mut self, now: Time, id: MoveId);
+    fn move_forgotten(&mut self, now: Time, id: MoveId);
+    fn fenced(&mut self, now: Time, request: &RequestId);
     /// Returns whether the worker is idle.
     fn ends(&mut self, now: Time) -> bool;
 }
 
 impl Half for Worker {
+    type Action = Action;
+
+    fn next_action(&mut self) -> Option<Action> {
+        Worker::next_action(self)
+    }
+
     fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         Worker::start_load_kv(self, now, meta);
     }
@@ -87,6 +102,22 @@ impl Half for Worker {
         Worker::next_deadline(self)
     }
 
+    fn move_resolved(&mut self, now: Time, id: MoveId, result: MoveResult) {
+        Worker::move_resolved(self, now, id, result);
+    }
+
+    fn move_settled(&mut self, now: Time, id: MoveId) {
+        Worker::move_settled(self, now, id);
+    }
+
+    fn move_forgotten(&mut self, now: Time, id: MoveId) {
+        Worker::move_forgotten(self, now, id);
+    }
+
+    fn fenced(&mut self, now: Time, request: &RequestId) {
+        Worker::fenced(self, now, request);
+    }
+
     fn ends(&mut self, _: Time) -> bool {
         self.shutdown();
         while self.next_action().is_some() {}
@@ -95,6 +126,12 @@ impl Half for Worker {
 }
 
 impl Half for MooncakeWorker {
+    type Action = MooncakeAction;
+
+    fn next_action(&mut self) -> Option<MooncakeAction> {
+        MooncakeWorker::next_action(self)
+    }
+
     fn start_load_kv(&mut self, now: Time, meta: ConnectorMeta) {
         MooncakeWorker::start_load_kv(self, now, meta);
     }
@@ -107,6 +144,22 @@ impl Half for MooncakeWorker {
         MooncakeWorker::next_deadline(self)
     }
 
+    fn move_resolved(&mut self, now: Time, id: MoveId, result: MoveResult) {
+        MooncakeWorker::move_resolved(self, now, id, result);
+    }
+
+    fn move_settled(&mut self, now: Time, id: MoveId) {
+        MooncakeWorker::move_settled(self, now, id);
+    }
+
+    fn move_forgotten(&mut self, now: Time, id: MoveId) {
+        MooncakeWorker::move_forgotten(self, now, id);
+    }
+
+    fn fenced(&mut self, now: Time, request: &RequestId) {
+        MooncakeWorker::fenced(self, now, request);
+    }
+
     fn ends(&mut self, now: Time) -> bool {
         self.shutdown(now);
         while self.next_action().is_some() {}
@@ -115,15 +168,13 @@ impl Half for MooncakeWorker {
 }
 
 /// `kv_transfer_params` of either connector.
-#[derive(Clone, Copy)]
-pub(crate) enum Asked<'a> {
-    Nothing,
-    Nixl(&'a TransferParams),
-    Mooncake(&'a MooncakeParams),
-    OlderMooncake(&'a OlderMooncakeParams),
+pub(crate) enum Asked {
+    Nixl(Option<Box<TransferParams>>),
+    Mooncake(MooncakeParams),
+    OlderMooncake(OlderMooncakeParams),
 }
 
-pub(crate) struct Engine<W = Worker> {
+pub(crate) struct Engine<W> {
     pub(crate) id: String,
     pub(crate) settings: Settings,
     pub(crate) scheduler: Scheduler,
@@ -193,7 +244,7 @@ impl<W: Half> Engine<W> {
         now: u64,
         id: &RequestId,
         request: (usize, u32, u32, u32),
-        params: Asked<'_>,
+        params: Asked,
         (deadline, not_before, cached): (u64, u64, u32),
     ) {
         let (client, conversation, prompt, output) = request;
@@ -205,10 +256,9 @@ impl<W: Half> Engine<W> {
             deadline: deadline_here,
         };
         // The simulation has no invalid parameters.
-        match params {
-            Asked::Nothing => self.scheduler.on_new_request(self.clock.at(now), arrival(None)),
+        match &params {
             Asked::Nixl(params) => {
-                self.scheduler.on_new_request(self.clock.at(now), arrival(Some(params)))
+                self.scheduler.on_new_request(self.clock.at(now), arrival(params.as_deref()))
             }
             Asked::Mooncake(params) => self.scheduler.on_new_transfer(arrival(None), params),
             Asked::OlderMooncake(params) => {

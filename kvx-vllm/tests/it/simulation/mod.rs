@@ -18,6 +18,7 @@
 mod engine;
 mod memory;
 mod mooncake;
+mod nixl;
 mod random;
 mod world;
 
@@ -29,7 +30,7 @@ use kvx_testkit::{Tier, test, trial_within};
 use kvx_vllm::Version;
 use libtest_mimic::Trial;
 
-use self::world::{Scenario, Summary, World};
+use self::world::Summary;
 
 /// The number of seeds with which all assertions on the summary hold.
 const RUNS: u64 = 800;
@@ -67,12 +68,11 @@ fn runs(whole: bool) -> u64 {
 }
 
 fn run(seed: u64, generations: bool, among: &[Version]) -> Result<Summary, String> {
-    let (scenario, random) = Scenario::drawn(seed, generations, among);
-    caught(|| World::new(scenario, random).run())
+    caught(|| nixl::drawn(seed, generations, among).run())
 }
 
 fn run_mooncake(seed: u64) -> Result<Summary, String> {
-    caught(|| mooncake::World::drawn(seed).run())
+    caught(|| mooncake::drawn(seed).run())
 }
 
 fn caught(run: impl FnOnce() -> Result<Summary, String>) -> Result<Summary, String> {

@@ -1,15 +1,26 @@
 //! Requests to bootstrap servers and workers, and their answers: in order, late, or lost.
 
+use std::collections::BTreeMap;
+
 use kvx_vllm::engine::mooncake::{AskId, PullId, QueryId, Unanswered};
 use kvx_vllm::engine::{Time, WorkerRank};
 use kvx_vllm::wire::mooncake::{
     Directory, ListedEngine, OlderAnswer, OlderPullRequest, PullRequest, PullResponse,
 };
 
-use super::{At, Event, MILLISECOND, SECOND, World};
+use super::{Event, Mooncake};
+use crate::simulation::world::{At, MILLISECOND, SECOND, World};
+
+/// The connections of all pulls.
+#[derive(Default)]
+pub(crate) struct Wires {
+    wires: BTreeMap<u64, Wire>,
+    by_pull: BTreeMap<(At, PullId), u64>,
+    by_ask: BTreeMap<AskId, u64>,
+}
 
 /// The connection between a requesting decode worker and an answering prefill worker.
-pub(super) struct Wire {
+struct Wire {
     from: At,
     pull: PullId,
     to: At,
@@ -23,17 +34,16 @@ pub(super) struct Wire {
     arrives: (u64, u64),
 }
 
-impl World {
+impl World<Mooncake> {
     pub(super) fn port(&self, at: At) -> u16 {
-        let life = if self.scenario.same_ports { 0 } else { at.life };
+        let life = if self.scenario.own.same_ports { 0 } else { at.life };
         4000 + 10 * life as u16 + at.worker as u16
     }
 
     /// Answers for the current incarnation of a prefill engine, as its bootstrap server. Some
     /// workers register late.
     pub(super) fn query(&mut self, at: At, query: QueryId, host: &str) {
-        let engine: usize =
-            host.strip_prefix("host-").and_then(|engine| engine.parse().ok()).expect("a host");
+        let engine = self.engine_at(host).expect("a host");
         let lost =
             self.cut(at.engine, engine).is_some() || self.random.percent(self.scenario.trouble / 5);
         let result = if lost {
@@ -67,10 +77,10 @@ impl World {
         (plain, deadline): (bool, Time),
     ) {
         let (host, port) =
-            address.strip_prefix("tcp://host-").and_then(|at| at.split_once(':')).expect("ours");
-        let (engine, port): (usize, u16) =
-            (host.parse().expect("an engine"), port.parse().expect("a port"));
-        let wire = match self.by_pull.get(&(from, pull)) {
+            address.strip_prefix("tcp://").and_then(|at| at.split_once(':')).expect("ours");
+        let engine = self.engine_at(host).expect("an engine");
+        let port: u16 = port.parse().expect("a port");
+        let wire = match self.state.by_pull.get(&(from, pull)) {
             Some(wire) => *wire,
             None => {
                 let life = self.engines[engine].life;
@@ -80,9 +90,8 @@ impl World {
                     worker,
                 });
                 let to = workers.into_iter().find(|at| self.port(*at) == port);
-                self.sequence += 1;
-                let wire = self.sequence;
-                self.by_pull.insert((from, pull), wire);
+                let wire = self.next_number();
+                self.state.by_pull.insert((from, pull), wire);
                 // No worker listens at this port.
                 let to_nobody = At { engine, life: u32::MAX, worker: 0 };
                 let arrives = (self.now, self.now);
@@ -97,13 +106,13 @@ impl World {
                     told_at_once: false,
                     arrives,
                 };
-                self.wires.insert(wire, known);
+                self.state.wires.insert(wire, known);
                 if to.is_none() {
-                    self.after(MILLISECOND, Event::Breaks(wire, false));
+                    self.happens_after(MILLISECOND, Event::Breaks(wire, false));
                     return;
                 }
                 let until = self.engines[from.engine].clocks[from.worker].when(deadline, self.now);
-                self.after(until - self.now, Event::Breaks(wire, true));
+                self.happens_after(until - self.now, Event::Breaks(wire, true));
                 wire
             }
         };
@@ -112,34 +121,33 @@ impl World {
             let delay = self.random.skewed(MILLISECOND..5 * SECOND);
             // The sender does not know whether the message arrived.
             if self.random.percent(50) {
-                return self.after(delay, Event::Breaks(wire, true));
+                return self.happens_after(delay, Event::Breaks(wire, true));
             }
-            self.after(delay, Event::Breaks(wire, true));
+            self.happens_after(delay, Event::Breaks(wire, true));
         }
         let cut = self.cut(from.engine, engine).map_or(0, |until| until - self.now);
         let delay = cut + self.random.skewed(50..2 * SECOND);
-        let Some(known) = self.wires.get_mut(&wire) else { return };
+        let Some(known) = self.state.wires.get_mut(&wire) else { return };
         let arrives = (self.now + delay).max(known.arrives.0);
         known.arrives.0 = arrives;
-        self.after(arrives - self.now, Event::Question(wire, bytes));
+        self.happens_after(arrives - self.now, Event::Question(wire, bytes));
     }
 
     pub(super) fn question(&mut self, wire: u64, bytes: &[u8]) {
+        let ask = AskId(self.next_number());
         // A message may arrive after its sender has closed the connection.
-        let Some(known) = self.wires.get_mut(&wire) else { return };
+        let Some(known) = self.state.wires.get_mut(&wire) else { return };
         let to = known.to;
-        self.sequence += 1;
-        let ask = AskId(self.sequence);
         known.ask = Some(ask);
-        self.by_ask.insert(ask, wire);
-        if self.scenario.older {
+        self.state.by_ask.insert(ask, wire);
+        if self.scenario.own.older {
             let question = OlderPullRequest::decode(bytes);
             return self.with(to, |worker, time| {
                 // It may have another size, or belong to another engine.
                 let _ = worker.older_asked_for(time, ask, question);
             });
         }
-        let bytes = match self.scenario.foreign {
+        let bytes = match self.scenario.own.foreign {
             false => bytes.to_vec(),
             true => {
                 let mut request = PullRequest::decode(bytes).expect("a question");
@@ -154,19 +162,21 @@ impl World {
     }
 
     pub(super) fn send_answer(&mut self, ask: AskId, bytes: Vec<u8>) {
-        let Some(wire) = self.by_ask.get(&ask).copied() else { return };
-        let Some(&Wire { from, to, told_at_once, .. }) = self.wires.get(&wire) else { return };
+        let Some(wire) = self.state.by_ask.get(&ask).copied() else { return };
+        let Some(&Wire { from, to, told_at_once, .. }) = self.state.wires.get(&wire) else {
+            return;
+        };
         if told_at_once {
             return;
         }
         let cut = self.cut(from.engine, to.engine).map_or(0, |until| until - self.now);
         let delay = cut + self.random.skewed(50..2 * SECOND);
-        let Some(known) = self.wires.get_mut(&wire) else { return };
+        let Some(known) = self.state.wires.get_mut(&wire) else { return };
         known.answers += 1;
         assert!(!known.plain || known.answers == 1, "a REQ socket gets a second answer");
         let arrives = (self.now + delay).max(known.arrives.1);
         known.arrives.1 = arrives;
-        self.after(arrives - self.now, Event::Answer(wire, bytes));
+        self.happens_after(arrives - self.now, Event::Answer(wire, bytes));
     }
 
     /// Reports the failure of a write to a plain agent, which may continue: vLLM reports it and
@@ -176,21 +186,23 @@ impl World {
             wire.plain && (wire.from, wire.to) == (from, to) && wire.answers == 0
         };
         // Any of them may fail.
-        let Some(known) = self.wires.values_mut().find(asked) else { return };
+        let Some(known) = self.state.wires.values_mut().find(asked) else { return };
         let Some(ask) = known.ask else { return };
         self.send_answer(ask, OlderAnswer::Failed.encode().to_vec());
-        if let Some(known) = self.by_ask.get(&ask).and_then(|wire| self.wires.get_mut(wire)) {
+        if let Some(known) =
+            self.state.by_ask.get(&ask).and_then(|wire| self.state.wires.get_mut(wire))
+        {
             known.told_at_once = true;
         }
     }
 
     pub(super) fn answer(&mut self, wire: u64, bytes: &[u8]) {
-        let Some(&Wire { from, pull, plain, .. }) = self.wires.get(&wire) else { return };
+        let Some(&Wire { from, pull, plain, .. }) = self.state.wires.get(&wire) else { return };
         if plain {
             let answer = OlderAnswer::decode(bytes);
             return self.with(from, |worker, time| worker.older_answered_with(time, pull, answer));
         }
-        let bytes = match self.scenario.foreign && !self.scenario.older {
+        let bytes = match self.scenario.own.foreign && !self.scenario.own.older {
             false => bytes.to_vec(),
             true => {
                 let mut response = PullResponse::decode(bytes).expect("an answer");
@@ -202,17 +214,25 @@ impl World {
     }
 
     pub(super) fn breaks(&mut self, wire: u64, delivered: bool) {
-        let Some(Wire { from, pull, .. }) = self.wires.remove(&wire) else { return };
-        self.by_pull.remove(&(from, pull));
+        let Some(Wire { from, pull, .. }) = self.state.wires.remove(&wire) else { return };
+        self.state.by_pull.remove(&(from, pull));
         let how = Unanswered { delivered, error: "the connection broke".into() };
         self.with(from, |worker, time| worker.unanswered(time, pull, how));
     }
 
+    /// Closes the connection of a pull that waits for no more answers.
+    pub(super) fn hang_up(&mut self, at: At, pull: PullId) {
+        if let Some(wire) = self.state.by_pull.remove(&(at, pull)) {
+            self.state.wires.remove(&wire);
+        }
+    }
+
     /// Cuts the connections of a dead engine. The other ends notice some time later.
     pub(super) fn cut_wires(&mut self, engine: usize) {
-        self.wires.retain(|_, wire| wire.from.engine != engine);
-        self.by_pull.retain(|(at, _), _| at.engine != engine);
+        self.state.wires.retain(|_, wire| wire.from.engine != engine);
+        self.state.by_pull.retain(|(at, _), _| at.engine != engine);
         let dead: Vec<_> = self
+            .state
             .wires
             .iter()
             .filter(|(_, wire)| wire.to.engine == engine)
@@ -220,7 +240,7 @@ impl World {
             .collect();
         for wire in dead {
             let delay = self.random.skewed(MILLISECOND..10 * SECOND);
-            self.after(delay, Event::Breaks(wire, true));
+            self.happens_after(delay, Event::Breaks(wire, true));
         }
     }
 }

@@ -1,76 +1,53 @@
 //! Reads and writes in flight: their copies, their ends, and the blocks that they keep from being
 //! freed.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_vllm::engine::{FailureKind, Move, MoveFailure, RequestId, Transferred};
+use kvx_vllm::engine::{FailureKind, Move, MoveFailure, MoveId, RequestId, Transferred};
 
-use super::{At, Event, Link, MILLISECOND, SECOND, World};
+use super::{At, Event, MILLISECOND, Protocol, SECOND, World};
+use crate::simulation::engine::Half;
 use crate::simulation::memory::Content;
 
 /// A read or write in flight.
 pub(super) struct Flight {
     pub(super) at: At,
-    pub(super) link: Link,
+    to: At,
     pub(super) what: Move,
-    pub(super) write: bool,
+    write: bool,
     /// The half of a block that it fills; `None` for both.
-    pub(super) half: Option<usize>,
-    /// The decode engine's request of a write.
-    pub(super) target: Option<RequestId>,
-    /// The prefill engine's request of a read.
-    pub(super) owner: Option<RequestId>,
+    half: Option<usize>,
+    /// The peer's request: the one that a write fills, or the one that waits for a read to end.
+    theirs: Option<RequestId>,
     /// True if it was fenced off or is rejected.
-    pub(super) blocked: bool,
+    blocked: bool,
     pub(super) fails: bool,
-    pub(super) resolved: bool,
+    resolved: bool,
     /// True if its transport has forgotten it, so that it may access memory forever.
-    pub(super) forgotten: bool,
+    forgotten: bool,
     /// Whether it is counted in the memory at both ends.
-    pub(super) counted: (bool, bool),
+    counted: (bool, bool),
 }
 
-impl World {
-    pub(super) fn take_off(&mut self, at: At, what: Move, write: bool) {
-        let link = self.links[&(at, what.connection)];
-        let (own, theirs) =
-            (self.engines[at.engine].settings.tp_size, self.engines[link.engine].settings.tp_size);
+impl<P: Protocol> World<P> {
+    pub(crate) fn take_off(&mut self, at: At, what: Move, write: bool, theirs: Option<RequestId>) {
+        let to = self.peer(at, what.connection, what.part.rank);
         // The side with more ranks fills a part of the other side's block.
-        let half = if write {
-            (own > theirs && !self.scenario.latent).then_some(at.worker % 2)
-        } else {
-            (theirs > own && !self.scenario.latent).then_some(what.part.rank.tp as usize % 2)
-        };
-        let target = what.notification.as_ref().filter(|_| write).and_then(|bytes| {
-            let text = std::str::from_utf8(bytes).ok()?;
-            Some(RequestId::from(text.rsplit_once(':')?.0))
-        });
-        let remote = &self.engines[link.engine];
-        let first = what.groups.first().map(|group| group.remote.at(0));
-        let owner = first.filter(|_| !write && remote.life == link.life);
-        let owner = owner.and_then(|block| remote.pool.owner(block).cloned());
-        // A late reader reads blocks that belong to another request by now, so the owner does not
-        // wait for it.
-        let reader = what.groups.first().map(|group| group.local.at(0));
-        let reader = reader.and_then(|block| self.engines[at.engine].pool.owner(block));
-        let owner = owner.filter(|owner| {
-            let mut clients = self.clients.iter();
-            clients.any(|client| client.prefill_id == *owner && Some(&client.decode_id) == reader)
-        });
+        let (part, whole) = if write { (at, to) } else { (to, at) };
+        let tp = |at: At| self.engines[at.engine].settings.tp_size;
+        let half = (tp(part) > tp(whole) && !self.scenario.latent).then_some(part.worker % 2);
         let slow = self.random.percent(self.scenario.trouble);
         let mut lasts = self.random.skewed(MILLISECOND..if slow { 90 * SECOND } else { SECOND });
-        if let Some(until) = self.cut(at.engine, link.engine) {
+        if let Some(until) = self.cut(at.engine, to.engine) {
             lasts += until - self.now;
         }
         let deadline = self.engines[at.engine].clocks[at.worker].when(what.deadline, self.now);
         let mut flight = Flight {
             at,
-            link,
+            to,
             write,
             half,
-            target,
-            owner,
+            theirs,
             blocked: false,
             fails: self.random.percent(self.scenario.trouble / 3),
             resolved: false,
@@ -78,8 +55,7 @@ impl World {
             counted: (true, false),
             what,
         };
-        self.sequence += 1;
-        let key = self.sequence;
+        let key = self.next_number();
         self.by_move.insert((at, flight.what.id), key);
         self.count(&mut flight, true);
         self.flights.insert(key, flight);
@@ -90,56 +66,33 @@ impl World {
         }
     }
 
-    pub(super) fn fenced_off(&self, flight: &Flight) -> bool {
-        let target = flight.target.as_ref();
-        target.is_some_and(|request| {
-            let link = flight.link;
-            self.fenced.contains(&(
-                link.engine,
-                link.life,
-                flight.what.part.rank.tp as usize,
-                request.clone(),
-            ))
-        })
-    }
-
     /// Adds a move to the counts in the memory of both ends, or removes it.
     pub(super) fn count(&mut self, flight: &mut Flight, starts: bool) {
         let change = |count: &mut u32| *count = if starts { *count + 1 } else { *count - 1 };
-        let blocks = |local: bool| {
-            let lists = flight
-                .what
-                .groups
-                .iter()
-                .map(move |group| if local { &group.local } else { &group.remote });
-            lists
-                .flat_map(|list| (0..list.len()).map(|place| list.at(place) as usize))
-                .collect::<Vec<_>>()
-        };
-        if self.engines[flight.at.engine].life == flight.at.life && (starts || flight.counted.0) {
-            let memory = &mut self.engines[flight.at.engine].pool.workers[flight.at.worker];
-            let counts = if flight.write { &mut memory.readers } else { &mut memory.writers };
-            blocks(true).into_iter().for_each(|block| change(&mut counts[block]));
-        }
+        let (at, to) = (flight.at, flight.to);
         if starts {
-            flight.blocked = self.fenced_off(flight);
+            let fence = |request: &RequestId| self.fenced.contains(&(to, request.clone()));
+            flight.blocked = flight.write && flight.theirs.as_ref().is_some_and(fence);
             flight.counted = (true, flight.write && !flight.blocked);
         }
-        if flight.counted.1 && self.engines[flight.link.engine].life == flight.link.life {
-            let memory = &mut self.engines[flight.link.engine].pool.workers
-                [flight.what.part.rank.tp as usize];
-            blocks(false).into_iter().for_each(|block| change(&mut memory.writers[block]));
+        let here = flight.counted.0 && self.lives(at);
+        let there = flight.counted.1 && self.lives(to);
+        for group in flight.what.groups.iter() {
+            for place in 0..group.local.len() {
+                if here {
+                    let memory = self.memory(at);
+                    let counts =
+                        if flight.write { &mut memory.readers } else { &mut memory.writers };
+                    change(&mut counts[group.local.at(place) as usize]);
+                }
+                if there {
+                    change(&mut self.memory(to).writers[group.remote.at(place) as usize]);
+                }
+            }
         }
-        if self.engines[flight.link.engine].life == flight.link.life
-            && let Some(owner) = &flight.owner
-        {
-            change(
-                self.engines[flight.link.engine]
-                    .pool
-                    .read_by_peers
-                    .entry(owner.clone())
-                    .or_default(),
-            );
+        if let Some(owner) = flight.theirs.as_ref().filter(|_| !flight.write && self.lives(to)) {
+            let reads = &mut self.engines[to.engine].pool.read_by_peers;
+            change(reads.entry(owner.clone()).or_default());
         }
         if !starts {
             flight.counted = (false, false);
@@ -149,35 +102,23 @@ impl World {
     /// Copies half of the blocks of a move, with their current contents.
     pub(super) fn copy(&mut self, key: u64, part: usize) {
         let Some(flight) = self.flights.get(&key) else { return };
-        let (at, link) = (flight.at, flight.link);
-        let alive =
-            self.engines[at.engine].life == at.life && self.engines[link.engine].life == link.life;
-        if !alive || flight.blocked || (flight.fails && part == 1) {
+        let (at, to) = (flight.at, flight.to);
+        if !self.lives(at) || !self.lives(to) || flight.blocked || (flight.fails && part == 1) {
             return;
         }
-        let remote_worker = flight.what.part.rank.tp as usize;
+        let (from, into) = if flight.write { (at, to) } else { (to, at) };
+        let unfinished = !flight.write && self.scenario.own.finishes();
         for group in flight.what.groups.iter() {
             for place in (0..group.local.len()).filter(|place| place % 2 == part) {
                 let (local, remote) =
                     (group.local.at(place) as usize, group.remote.at(place) as usize);
-                let there =
-                    &mut self.engines[link.engine].pool.workers[remote_worker].blocks[remote];
-                let from_there = *there;
-                let here = &mut self.engines[at.engine].pool.workers[at.worker].blocks[local];
-                let (from, to) = if flight.write {
-                    let from = *here;
-                    (
-                        from,
-                        &mut self.engines[link.engine].pool.workers[remote_worker].blocks[remote],
-                    )
-                } else {
-                    (from_there, here)
-                };
-                let unfinished = self.scenario.finishes && !flight.write;
-                let from = from.map(|content| Content { unfinished, ..content });
+                let (source, target) = if flight.write { (local, remote) } else { (remote, local) };
+                let block = self.engines[from.engine].pool.workers[from.worker].blocks[source];
+                let block = block.map(|content| Content { unfinished, ..content });
+                let there = &mut self.engines[into.engine].pool.workers[into.worker].blocks[target];
                 match flight.half {
-                    Some(half) => to[half] = from[half],
-                    None => *to = from,
+                    Some(half) => there[half] = block[half],
+                    None => *there = block,
                 }
             }
         }
@@ -189,10 +130,10 @@ impl World {
         }
         self.copy(key, 1);
         let Some(mut flight) = self.flights.remove(&key) else { return };
-        self.by_move.remove(&(flight.at, flight.what.id));
+        let (at, to, id) = (flight.at, flight.to, flight.what.id);
+        self.by_move.remove(&(at, id));
         self.count(&mut flight, false);
-        let (at, link, id) = (flight.at, flight.link, flight.what.id);
-        let gone = self.engines[link.engine].life != link.life;
+        let gone = !self.lives(to);
         if flight.resolved && self.random.percent(self.scenario.trouble / 5) {
             flight.forgotten = true;
             self.count(&mut flight, true);
@@ -205,13 +146,7 @@ impl World {
         if flight.fails || gone || flight.blocked {
             // Some end later.
             let settled = flight.fails && self.random.percent(80) || gone || flight.blocked;
-            let failure = MoveFailure {
-                kind: FailureKind::TransferFailed,
-                settled,
-                peer_is_gone: gone,
-                error: "no luck".into(),
-            };
-            self.with(at, |worker, time| worker.move_resolved(time, id, Err(failure)));
+            self.move_fails((at, to, id), settled, gone, "no luck");
             if !settled {
                 flight.resolved = true;
                 // It may still access memory, so it stays counted.
@@ -223,60 +158,56 @@ impl World {
             }
             return;
         }
-        if let Some(bytes) = &flight.what.notification {
-            let bytes = Arc::clone(bytes);
-            self.notify(at, link, flight.what.part.rank, None, &bytes);
-        }
+        P::moved(self, at, to, &flight.what);
         let time = Duration::from_millis(1);
         let done = Transferred { time, post: time, bytes: 1, descriptors: 1 };
         self.with(at, |worker, time| worker.move_resolved(time, id, Ok(done)));
     }
 
     pub(super) fn move_times_out(&mut self, key: u64) {
-        let Some(flight) = self.flights.get_mut(&key) else { return };
-        if flight.resolved {
+        let Some(flight) = self.flights.get_mut(&key).filter(|flight| !flight.resolved) else {
             return;
-        }
-        flight.resolved = true;
-        let (at, id) = (flight.at, flight.what.id);
-        let failure = MoveFailure {
-            kind: FailureKind::TransferFailed,
-            settled: false,
-            peer_is_gone: false,
-            error: "the deadline has passed".into(),
         };
+        flight.resolved = true;
+        let what = (flight.at, flight.to, flight.what.id);
+        self.move_fails(what, false, false, "the deadline has passed");
+    }
+
+    fn move_fails(
+        &mut self,
+        (at, to, id): (At, At, MoveId),
+        settled: bool,
+        peer_is_gone: bool,
+        error: &str,
+    ) {
+        if !settled {
+            P::unsettled(self, at, to);
+        }
+        let (kind, error) = (FailureKind::TransferFailed, error.into());
+        let failure = MoveFailure { kind, settled, peer_is_gone, error };
         self.with(at, |worker, time| worker.move_resolved(time, id, Err(failure)));
     }
 
+    /// Fences off the writes for a request at a decode worker.
     pub(super) fn fence(&mut self, at: At, request: RequestId) {
-        if self.engines[at.engine].life != at.life {
+        if !self.lives(at) || !P::fences(self, at, &request) {
             return;
         }
-        self.fenced.insert((at.engine, at.life, at.worker, request.clone()));
-        let keys: Vec<_> = self
-            .flights
-            .iter()
-            .filter(|(_, flight)| self.fenced_off(flight))
-            .map(|(key, _)| *key)
-            .collect();
-        for key in keys {
-            let Some(mut flight) = self.flights.remove(&key) else { continue };
-            if !flight.blocked {
-                // The memory here no longer counts it; its source still does.
-                let (engine, life) = (flight.link.engine, flight.link.life);
-                if flight.counted.1 && self.engines[engine].life == life {
-                    for group in flight.what.groups.iter() {
-                        for place in 0..group.remote.len() {
-                            let memory = &mut self.engines[engine].pool.workers
-                                [flight.what.part.rank.tp as usize];
-                            memory.writers[group.remote.at(place) as usize] -= 1;
-                        }
+        self.fenced.insert((at, request.clone()));
+        let memory = &mut self.engines[at.engine].pool.workers[at.worker];
+        for flight in self.flights.values_mut() {
+            if !flight.write || flight.to != at || flight.theirs.as_ref() != Some(&request) {
+                continue;
+            }
+            flight.blocked = true;
+            // The memory here no longer counts it; its source still does.
+            if std::mem::replace(&mut flight.counted.1, false) {
+                for group in flight.what.groups.iter() {
+                    for place in 0..group.remote.len() {
+                        memory.writers[group.remote.at(place) as usize] -= 1;
                     }
                 }
-                flight.counted.1 = false;
-                flight.blocked = true;
             }
-            self.flights.insert(key, flight);
         }
         self.with(at, |worker, time| worker.fenced(time, &request));
     }

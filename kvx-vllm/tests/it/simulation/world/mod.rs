@@ -1,81 +1,113 @@
-//! The network between the engines, the clients in front of them, and the faults of both.
+//! The frame of a simulation: the engines, the clients in front of them, the network between them,
+//! and the faults of all three. A [`Protocol`] adds what only its connector does.
 
 mod clients;
 mod flights;
-mod network;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::fmt::Debug;
 use std::time::Duration;
 
-use kvx_vllm::Version;
-use kvx_vllm::config::{BlockRelease, LeaseTime, LoadFailurePolicy};
-use kvx_vllm::engine::{
-    Action, Connection, ConsumerRule, MoveId, RemoteEngine, RequestId, Settings, Worker, WorkerRank,
-};
-use kvx_vllm::params::{TransferMode, TransferParams};
-use kvx_vllm::wire::EngineNotification;
+use kvx_vllm::config::LoadFailurePolicy;
+use kvx_vllm::engine::{Action, Connection, Move, MoveId, RequestId, Settings, Time, WorkerRank};
 
 use self::clients::Client;
 use self::flights::Flight;
-use crate::simulation::engine::{Birth, Clock, Engine, address};
+use crate::simulation::engine::{Asked, Birth, Clock, End, Engine, Half, address};
+use crate::simulation::memory::Memory;
 use crate::simulation::random::Random;
 
 pub(crate) const MILLISECOND: u64 = 1_000;
 pub(crate) const SECOND: u64 = 1_000 * MILLISECOND;
 /// The time after which a run counts as hung.
-pub(crate) const END: u64 = 3_000 * SECOND;
-pub(crate) const MAX_EVENTS: u32 = 400_000;
+const END: u64 = 3_000 * SECOND;
+const MAX_EVENTS: u32 = 400_000;
 
-/// The simulated scenario, determined by the seed.
-#[derive(Clone, Debug)]
-pub(crate) struct Scenario {
-    mode: TransferMode,
-    /// The versions of prefill engines and of decode engines.
-    versions: [Version; 2],
-    /// True if loaded blocks must be reordered.
-    finishes: bool,
-    /// True if heartbeats name 5,000 additional requests, as from a vLLM with a long queue.
-    crowded: bool,
-    prefills: usize,
-    decodes: usize,
-    prefill_tp: u32,
-    decode_tp: u32,
-    latent: bool,
-    generations: bool,
-    bidirectional: bool,
-    lease: Duration,
-    /// True if blocks are kept for a fixed time in every version, because the old variable is set.
-    fixed: bool,
-    policy: LoadFailurePolicy,
-    load_timeout: u64,
-    blocks: u32,
-    clients: usize,
-    /// A percentage.
-    trouble: u64,
+/// The place of prefill engines, and of the legs that they answer, among the two of each kind.
+pub(crate) const PREFILL: usize = 0;
+/// The place of decode engines and their legs.
+pub(crate) const DECODE: usize = 1;
+
+/// The protocol of a connector, with the parts of the scenario that only it has.
+pub(crate) trait Protocol: Debug + Sized {
+    /// The worker half.
+    type Worker: Half;
+    /// The state of the network that only this protocol has.
+    type State: Default;
+    /// The events that only this protocol has.
+    type Event: Debug;
+    /// The part of a client that only this protocol has.
+    type Client;
+
+    /// Completes the settings of an engine, and creates it.
+    fn engine(world: &mut World<Self>, engine: usize, birth: Birth) -> Engine<Self::Worker>;
+
+    /// Draws the protocol's part of a client, and the names of its two legs.
+    fn client(world: &mut World<Self>, number: usize) -> (Self::Client, [RequestId; 2]);
+
+    /// Plans the legs of a client that sends its request after `delay`.
+    fn start(world: &mut World<Self>, number: usize, delay: u64);
+
+    /// Returns the parameters of a leg that is sent now.
+    fn ask(world: &mut World<Self>, number: usize, leg: usize) -> Asked;
+
+    /// Handles the end of a leg of a client that waits for an answer.
+    fn ended(world: &mut World<Self>, number: usize, leg: usize, end: End) -> Result<(), String>;
+
+    fn happen(world: &mut World<Self>, event: Self::Event) -> Result<(), String>;
+
+    /// Performs a worker's action.
+    fn act(world: &mut World<Self>, at: At, action: <Self::Worker as Half>::Action);
+
+    /// Handles the restart of an engine, whose own connections are gone.
+    fn restarted(world: &mut World<Self>, engine: usize);
+
+    /// Handles a move from `at` whose data has arrived.
+    fn moved(_: &mut World<Self>, _at: At, _to: At, _what: &Move) {}
+
+    /// Handles the failure of a move that has not settled.
+    fn unsettled(_: &mut World<Self>, _at: At, _to: At) {}
+
+    /// Returns whether a worker fences off the writes for a request now.
+    fn fences(_: &mut World<Self>, _at: At, _request: &RequestId) -> bool {
+        true
+    }
+
+    /// Returns whether loaded blocks must be reordered.
+    fn finishes(&self) -> bool {
+        false
+    }
+
+    /// Adds the protocol's own counts.
+    fn count(&self, summary: &mut Summary);
 }
 
-impl Scenario {
-    pub(crate) fn drawn(seed: u64, generations: bool, among: &[Version]) -> (Self, Random) {
-        let mut random = Random::new(seed);
-        let push = random.percent(25);
-        let spoken: Vec<_> =
-            among.iter().copied().filter(|version| !push || version.leases()).collect();
-        let versions = [random.one_of(&spoken), random.one_of(&spoken)];
-        let scenario = Scenario {
-            mode: if push { TransferMode::Push } else { TransferMode::Pull },
-            versions,
-            finishes: !push && random.percent(20),
-            crowded: random.percent(2),
+/// The simulated scenario, determined by the seed.
+#[derive(Debug)]
+pub(crate) struct Scenario<P> {
+    pub(crate) own: P,
+    pub(crate) prefills: usize,
+    pub(crate) decodes: usize,
+    /// The tensor-parallel sizes of prefill engines and of decode engines.
+    pub(crate) tp: [u32; 2],
+    /// True if every rank of an engine has the same bytes, so that only one of them moves.
+    pub(crate) latent: bool,
+    policy: LoadFailurePolicy,
+    load_timeout: u64,
+    pub(crate) blocks: u32,
+    pub(crate) clients: usize,
+    /// A percentage.
+    pub(crate) trouble: u64,
+}
+
+impl<P> Scenario<P> {
+    pub(crate) fn drawn(random: &mut Random, own: P) -> Self {
+        Scenario {
+            own,
             prefills: random.within(1..3) as usize,
             decodes: random.within(1..3) as usize,
-            prefill_tp: random.one_of(&[1, 1, 2]),
-            decode_tp: random.one_of(&[1, 1, 2]),
+            tp: [random.one_of(&[1, 1, 2]), random.one_of(&[1, 1, 2])],
             latent: random.percent(30),
-            generations,
-            bidirectional: !push && random.percent(30),
-            lease: Duration::from_secs(random.one_of(&[3, 6, 30])),
-            fixed: random.percent(20),
             policy: if random.percent(50) {
                 LoadFailurePolicy::Fail
             } else {
@@ -85,45 +117,46 @@ impl Scenario {
             blocks: random.within(12..40) as u32,
             clients: random.within(3..12) as usize,
             trouble: random.one_of(&[0, 5, 15, 40]),
-        };
-        (scenario, random)
+        }
+    }
+
+    /// Returns whether an engine is a prefill or a decode.
+    pub(crate) fn side(&self, engine: usize) -> usize {
+        if engine < self.prefills { PREFILL } else { DECODE }
+    }
+
+    pub(crate) fn longest_prompt(&self) -> u32 {
+        self.blocks * 4 / 2
     }
 }
 
 #[derive(Debug)]
-enum Event {
-    Start(usize),
-    ToDecode(usize, Option<Box<TransferParams>>),
+enum Event<E> {
+    Leg(usize, usize),
     Abort(usize),
     GivesUp(usize),
     Step(usize),
-    Handshake(At, Connection, Arc<RemoteEngine>, u64),
     MoveHalf(u64),
     MoveEnd(u64),
     MoveTimesOut(u64),
-    Words(At, Link, MoveId, WorkerRank, Vec<u32>),
-    WordsBack(At, MoveId, Result<(u64, Vec<u64>), String>),
-    Notice { to: (usize, u32), rank: u32, from: Arc<str>, bytes: Arc<[u8]> },
-    Unsent(At, Option<RequestId>, WorkerRank),
     Fence(At, RequestId),
-    Finish(At, RequestId, Vec<u32>),
-    Lost(At, Connection),
     Restart(usize),
+    Own(E),
 }
 
 /// A worker of one incarnation of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct At {
-    engine: usize,
-    life: u32,
-    worker: usize,
+pub(crate) struct At {
+    pub(crate) engine: usize,
+    pub(crate) life: u32,
+    pub(crate) worker: usize,
 }
 
 /// Another engine, in the incarnation that the connection was made to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Link {
-    engine: usize,
-    life: u32,
+pub(crate) struct Link {
+    pub(crate) engine: usize,
+    pub(crate) life: u32,
 }
 
 /// The result of a run.
@@ -163,33 +196,31 @@ impl Summary {
     }
 }
 
-fn worker(settings: &Settings, rank: WorkerRank) -> Worker {
-    Worker::new(settings.clone(), rank)
-}
-
-pub(crate) struct World {
-    scenario: Scenario,
-    random: Random,
-    now: u64,
-    events: BTreeMap<(u64, u64), Event>,
+pub(crate) struct World<P: Protocol> {
+    pub(crate) scenario: Scenario<P>,
+    pub(crate) state: P::State,
+    pub(crate) random: Random,
+    pub(crate) now: u64,
+    events: BTreeMap<(u64, u64), Event<P::Event>>,
     sequence: u64,
-    engines: Vec<Engine>,
+    pub(crate) engines: Vec<Engine<P::Worker>>,
     steps: Vec<Option<u64>>,
-    links: BTreeMap<(At, Connection), Link>,
+    pub(crate) links: BTreeMap<(At, Connection), Link>,
     flights: BTreeMap<u64, Flight>,
     by_move: BTreeMap<(At, MoveId), u64>,
-    fenced: BTreeSet<(usize, u32, usize, RequestId)>,
-    clients: Vec<Client>,
+    fenced: BTreeSet<(At, RequestId)>,
+    pub(crate) clients: Vec<Client<P::Client>>,
     cuts: Vec<(usize, usize, u64, u64)>,
-    summary: Summary,
+    pub(crate) summary: Summary,
     /// Whether every event is printed.
     traced: bool,
 }
 
-impl World {
-    pub(crate) fn new(scenario: Scenario, random: Random) -> Self {
+impl<P: Protocol> World<P> {
+    pub(crate) fn new(scenario: Scenario<P>, random: Random) -> Self {
         let engines = scenario.prefills + scenario.decodes;
         let mut world = World {
+            state: P::State::default(),
             random,
             now: 0,
             events: BTreeMap::new(),
@@ -207,11 +238,11 @@ impl World {
             scenario,
         };
         for engine in 0..engines {
-            let born = world.birth(engine, 0);
-            world.engines.push(Engine::new(born, worker));
+            let born = world.born(engine, 0);
+            world.engines.push(born);
         }
         for _ in 0..world.scenario.clients {
-            world.new_client(None);
+            world.new_client();
         }
         let trouble = world.scenario.trouble;
         for _ in 0..3 {
@@ -232,10 +263,8 @@ impl World {
         world
     }
 
-    fn birth(&mut self, engine: usize, life: u32) -> Birth {
+    fn born(&mut self, engine: usize, life: u32) -> Engine<P::Worker> {
         let scenario = &self.scenario;
-        let prefill = engine < scenario.prefills;
-        let tp = if prefill { scenario.prefill_tp } else { scenario.decode_tp };
         let keeps_its_name = self.random.percent(30);
         let id = if keeps_its_name {
             format!("engine-{engine}")
@@ -243,21 +272,8 @@ impl World {
             format!("engine-{engine}.{life}")
         };
         let mut settings = Settings::new(id, address(engine));
-        settings.mode = scenario.mode;
-        settings.tp_size = tp;
+        settings.tp_size = scenario.tp[scenario.side(engine)];
         settings.block_size = 4;
-        let lease = LeaseTime { duration: scenario.lease };
-        settings.version = scenario.versions[usize::from(!prefill)];
-        settings.release = match settings.version.leases() && !scenario.fixed {
-            true => BlockRelease::Lease(lease),
-            false => BlockRelease::After(lease.duration * 2),
-        };
-        settings.heartbeat = settings.version.leases().then(|| lease.heartbeat());
-        settings.consumers = ConsumerRule::of(settings.version);
-        settings.bidirectional = scenario.bidirectional;
-        settings.decoder_ttl = Duration::from_secs(20);
-        settings.recompute_threshold = 5;
-        settings.push_timeout = Duration::from_secs(15);
         settings.engine_ttl = self.random.percent(50).then_some(Duration::from_secs(5));
         settings.policy = scenario.policy;
         settings.load_timeout = Duration::from_micros(scenario.load_timeout);
@@ -265,22 +281,34 @@ impl World {
             origin: self.random.within(0..10_000) * SECOND,
             drift_ppm: self.random.within(0..401) as i64 - 200,
         };
-        let (own, workers) = (clock(), (0..tp).map(|_| clock()).collect());
-        Birth {
+        let (own, workers) = (clock(), (0..settings.tp_size).map(|_| clock()).collect());
+        let birth = Birth {
             settings,
-            blocks: self.scenario.blocks,
+            blocks: scenario.blocks,
             clock: own,
             clocks: workers,
             random: self.random.word(),
-            generations: self.scenario.generations,
+            generations: false,
             life,
-            registration: self.random.within(0..3),
-        }
+            registration: 0,
+        };
+        P::engine(self, engine, birth)
     }
 
-    fn after(&mut self, delay: u64, event: Event) {
+    /// Returns a number that no other call returns.
+    pub(crate) fn next_number(&mut self) -> u64 {
         self.sequence += 1;
-        self.events.insert((self.now + delay, self.sequence), event);
+        self.sequence
+    }
+
+    fn after(&mut self, delay: u64, event: Event<P::Event>) {
+        let number = self.next_number();
+        self.events.insert((self.now + delay, number), event);
+    }
+
+    /// Plans an event of the protocol.
+    pub(crate) fn happens_after(&mut self, delay: u64, event: P::Event) {
+        self.after(delay, Event::Own(event));
     }
 
     fn wake(&mut self, engine: usize, at: u64) {
@@ -300,17 +328,15 @@ impl World {
             }
             self.happen(event).map_err(|why| self.said(why))?;
         }
-        for client in 0..self.clients.len() {
-            if !self.clients[client].over {
-                return Err(self.said(format!("client {client} never got an answer")));
-            }
+        if let Some(client) = self.clients.iter().position(|client| !client.over) {
+            return Err(self.said(format!("client {client} never got an answer")));
         }
         self.summary.runs = 1;
-        self.summary.unequal += u32::from(self.scenario.versions[0] != self.scenario.versions[1]);
         for engine in 0..self.engines.len() {
             self.engines[engine].check_quiet(self.now).map_err(|why| self.said(why))?;
             self.count_engine(engine);
         }
+        self.scenario.own.count(&mut self.summary);
         Ok(self.summary)
     }
 
@@ -326,63 +352,32 @@ impl World {
         format!("at {:.3} s: {why}\n{:?}", self.now as f64 / 1e6, self.scenario)
     }
 
-    fn happen(&mut self, event: Event) -> Result<(), String> {
+    fn happen(&mut self, event: Event<P::Event>) -> Result<(), String> {
         if self.traced && !matches!(event, Event::Step(_)) {
             println!("{:>12} {event:?}", self.now);
         }
         match event {
-            Event::Start(client) => self.start(client),
-            Event::ToDecode(client, params) => self.decode_leg(client, params),
+            Event::Leg(client, leg) => self.start_leg(client, leg),
             Event::Abort(client) => return self.abort(client),
-            Event::GivesUp(number) => {
-                // A proxy without an engine to wait for.
-                let client = &mut self.clients[number];
-                if client.running == (false, false) && !client.over {
-                    client.over = true;
-                    self.summary.errors += 1;
-                }
-            }
+            Event::GivesUp(client) => self.gives_up(client),
             Event::Step(engine) => {
                 if self.steps[engine] == Some(self.now) {
                     self.steps[engine] = None;
                     return self.step(engine);
                 }
             }
-            Event::Handshake(at, connection, peer, sent) => {
-                self.handshake(at, connection, &peer, sent)
-            }
             Event::MoveHalf(key) => self.copy(key, 0),
             Event::MoveEnd(key) => self.move_ends(key),
             Event::MoveTimesOut(key) => self.move_times_out(key),
-            Event::Words(at, link, id, rank, blocks) => self.words(at, link, id, rank, &blocks),
-            Event::WordsBack(at, id, result) => {
-                let result =
-                    result.as_ref().map(|(pool, words)| (*pool, &words[..])).map_err(Clone::clone);
-                self.with(at, |worker, time| worker.generations_read(time, id, result));
-            }
-            Event::Notice { to: (engine, life), rank, from, bytes } => {
-                let at = At { engine, life, worker: rank as usize };
-                let mut result = Ok(());
-                self.with(at, |worker, time| result = worker.notified(time, &from, &bytes));
-                result.map_err(|error| error.to_string())?;
-            }
-            Event::Unsent(at, request, rank) => {
-                self.with(at, |worker, time| {
-                    worker.notification_failed(time, request.as_ref(), rank, "no route")
-                });
-            }
             Event::Fence(at, request) => self.fence(at, request),
-            Event::Finish(at, request, blocks) => self.finish(at, &request, &blocks),
-            Event::Lost(at, connection) => {
-                self.with(at, |worker, time| worker.connection_lost(time, connection))
-            }
             Event::Restart(engine) => return self.restart(engine),
+            Event::Own(event) => return P::happen(self, event),
         }
         Ok(())
     }
 
     /// Calls a worker if its incarnation still runs, and performs its actions.
-    fn with(&mut self, at: At, call: impl FnOnce(&mut Worker, kvx_vllm::engine::Time)) {
+    pub(crate) fn with(&mut self, at: At, call: impl FnOnce(&mut P::Worker, Time)) {
         let now = self.now;
         let Some(engine) = self.engines.get_mut(at.engine).filter(|engine| engine.life == at.life)
         else {
@@ -408,12 +403,12 @@ impl World {
         Ok(())
     }
 
-    fn engine_at(&self, host: &str) -> Option<usize> {
+    pub(crate) fn engine_at(&self, host: &str) -> Option<usize> {
         host.strip_prefix("host-")?.parse().ok().filter(|engine| *engine < self.engines.len())
     }
 
     /// Returns the end of the current network cut between two engines.
-    fn cut(&self, a: usize, b: usize) -> Option<u64> {
+    pub(crate) fn cut(&self, a: usize, b: usize) -> Option<u64> {
         let (a, b) = (a.min(b), a.max(b));
         let cuts = self.cuts.iter().filter(|(x, y, from, until)| {
             (*x, *y) == (a, b) && (*from..*until).contains(&self.now)
@@ -421,69 +416,57 @@ impl World {
         cuts.map(|(.., until)| *until).max()
     }
 
+    pub(crate) fn lives(&self, at: At) -> bool {
+        self.engines[at.engine].life == at.life
+    }
+
+    /// Returns the memory of a worker that lives.
+    pub(crate) fn memory(&mut self, at: At) -> &mut Memory {
+        &mut self.engines[at.engine].pool.workers[at.worker]
+    }
+
+    /// Returns a worker at the other end of a connection.
+    pub(crate) fn peer(&self, at: At, connection: Connection, rank: WorkerRank) -> At {
+        let Link { engine, life } = self.links[&(at, connection)];
+        At { engine, life, worker: rank.tp as usize }
+    }
+
     /// Performs a worker's actions.
     fn act(&mut self, at: At) {
-        let engine = &mut self.engines[at.engine];
-        if engine.life != at.life {
+        if !self.lives(at) {
             return;
         }
-        let mut actions = Vec::new();
-        while let Some(action) = engine.workers[at.worker].next_action() {
-            actions.push(action);
-        }
+        let worker = &mut self.engines[at.engine].workers[at.worker];
+        let actions: Vec<_> = std::iter::from_fn(|| worker.next_action()).collect();
         for action in actions {
             if self.traced {
                 println!("{:>12} {at:?} asks for {action:?}", self.now);
             }
-            match action {
-                Action::Handshake { connection, peer, .. } => {
-                    let delay = self.random.skewed(MILLISECOND..3 * SECOND);
-                    self.after(delay, Event::Handshake(at, connection, peer, self.now));
-                }
-                Action::Read(what) => self.take_off(at, what, false),
-                Action::Write(what) => self.take_off(at, what, true),
-                Action::ReadGenerations { id, connection, rank, blocks, .. } => {
-                    let delay = self.random.skewed(50..200 * MILLISECOND);
-                    let blocks = blocks
-                        .iter()
-                        .flat_map(|list| (0..list.len()).map(|place| list.at(place)))
-                        .collect();
-                    let link = self.links[&(at, connection)];
-                    self.after(delay, Event::Words(at, link, id, rank, blocks));
-                }
-                Action::Notify { connection, rank, request, bytes } => {
-                    self.notify(at, self.links[&(at, connection)], rank, request, &bytes);
-                }
-                Action::Register { request, connection, ranks, registration } => {
-                    let bytes = EngineNotification::Registration(registration).encode().into();
-                    for rank in ranks {
-                        let request = Some(request.clone());
-                        self.notify(at, self.links[&(at, connection)], rank, request, &bytes);
+            P::act(self, at, action);
+        }
+    }
+
+    /// Performs an action that the workers of all protocols ask for.
+    pub(crate) fn perform(&mut self, at: At, action: Action) {
+        match action {
+            Action::Cancel { id } => {
+                if let Some(key) = self.by_move.get(&(at, id)).copied()
+                    && self.random.percent(50)
+                {
+                    if let Some(flight) = self.flights.get_mut(&key) {
+                        flight.fails = true;
                     }
+                    self.after(MILLISECOND, Event::MoveEnd(key));
                 }
-                Action::Cancel { id } => {
-                    if let Some(key) = self.by_move.get(&(at, id)).copied()
-                        && self.random.percent(50)
-                    {
-                        if let Some(flight) = self.flights.get_mut(&key) {
-                            flight.fails = true;
-                        }
-                        self.after(MILLISECOND, Event::MoveEnd(key));
-                    }
-                }
-                Action::Fence { request, .. } => {
-                    let delay = self.random.skewed(MILLISECOND..SECOND);
-                    self.after(delay, Event::Fence(at, request));
-                }
-                Action::Finish { request, lists, .. } => {
-                    let delay = self.random.skewed(50..SECOND);
-                    self.after(delay, Event::Finish(at, request, lists.local.iter().collect()));
-                }
-                Action::Disconnect { connection } => {
-                    self.links.remove(&(at, connection));
-                }
-                other => unreachable!("{other:?}"),
             }
+            Action::Fence { request } => {
+                let delay = self.random.skewed(MILLISECOND..SECOND);
+                self.after(delay, Event::Fence(at, request));
+            }
+            Action::Disconnect { connection } => {
+                self.links.remove(&(at, connection));
+            }
+            other => unreachable!("{other:?}"),
         }
     }
 
@@ -492,57 +475,24 @@ impl World {
         self.summary.restarts += 1;
         let life = self.engines[engine].life + 1;
         // Its transfers end, at the other ends too.
-        let own: Vec<_> = self
-            .flights
-            .iter()
-            .filter(|(_, flight)| flight.at.engine == engine)
-            .map(|(key, _)| *key)
-            .collect();
-        for key in own {
+        let own = self.flights.iter().filter(|(_, flight)| flight.at.engine == engine);
+        for key in own.map(|(key, _)| *key).collect::<Vec<_>>() {
             if let Some(mut flight) = self.flights.remove(&key) {
                 self.count(&mut flight, false);
                 self.by_move.remove(&(flight.at, flight.what.id));
             }
         }
-        let born = self.birth(engine, life);
         self.count_engine(engine);
-        self.engines[engine] = Engine::new(born, worker);
+        self.engines[engine] = self.born(engine, life);
         self.steps[engine] = None;
         self.links.retain(|(at, _), _| at.engine != engine);
-        let lost: Vec<_> = self
-            .links
-            .iter()
-            .filter(|(_, link)| link.engine == engine)
-            .map(|(key, _)| *key)
-            .collect();
-        for (at, connection) in lost {
-            // Some transports notice.
-            if self.random.percent(50) {
-                let delay = self.random.skewed(MILLISECOND..10 * SECOND);
-                self.after(delay, Event::Lost(at, connection));
-            }
-        }
+        P::restarted(self, engine);
         for number in 0..self.clients.len() {
             let client = &self.clients[number];
-            let there = (
-                client.running.0 && client.prefill == engine,
-                client.running.1 && client.decode == engine,
-            );
-            if client.over || there == (false, false) {
-                continue;
-            }
-            // The proxy ends the other leg too.
-            let legs = [
-                (client.prefill, client.lives.0, client.prefill_id.clone()),
-                (client.decode, client.lives.1, client.decode_id.clone()),
-            ];
-            self.clients[number].over = true;
-            self.summary.errors += 1;
-            for (engine, life, id) in legs {
-                if self.engines[engine].life == life {
-                    self.engines[engine].abort(self.now, &id)?;
-                    self.wake(engine, self.now);
-                }
+            if !client.over && client.legs.iter().any(|leg| leg.running && leg.engine == engine) {
+                // The proxy ends the other leg too.
+                self.summary.errors += 1;
+                self.end_client(number)?;
             }
         }
         Ok(())

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 
 use kvx_vllm::engine::{
-    ClockOffset, Connection, HandshakeFailure, MoveId, PeerLane, PeerPlan, RemoteEngine, RequestId,
-    WorkerRank,
+    ClockOffset, Connection, HandshakeFailure, Move, MoveId, PeerLane, PeerPlan, RemoteEngine,
+    RequestId, WorkerRank,
 };
 use kvx_vllm::params::TransferMode;
 
-use super::{At, Event, Link, MILLISECOND, SECOND, World};
+use super::{Event, Nixl};
+use crate::simulation::world::{At, DECODE, Link, MILLISECOND, PREFILL, SECOND, World};
 
-impl World {
+impl World<Nixl> {
     pub(super) fn handshake(
         &mut self,
         at: At,
@@ -21,7 +22,7 @@ impl World {
         let found = self.engine_at(&peer.address.host);
         let failed = |error: &str| Err(HandshakeFailure { setup: false, error: error.to_owned() });
         let result = match found {
-            _ if self.engines[at.engine].life != at.life => return,
+            _ if !self.lives(at) => return,
             Some(engine) if self.cut(at.engine, engine).is_some() => failed("no answer"),
             Some(_) if self.random.percent(self.scenario.trouble / 5) => failed("no answer"),
             Some(engine) if self.engines[engine].id == peer.engine.as_str() => {
@@ -33,7 +34,7 @@ impl World {
         };
         if result.is_ok() && self.random.percent(self.scenario.trouble / 4) {
             let delay = self.random.skewed(0..20 * SECOND);
-            self.after(delay, Event::Lost(at, connection));
+            self.happens_after(delay, Event::Lost(at, connection));
         }
         self.with(at, |worker, time| worker.connected(time, connection, result));
     }
@@ -48,14 +49,15 @@ impl World {
             each => (mine * each..(mine + 1) * each).collect(),
         };
         let readers = (own / theirs).max(1);
-        let writes = self.scenario.mode == TransferMode::Push;
+        let nixl = &self.scenario.own;
+        let writes = nixl.mode == TransferMode::Push;
         let read = if self.scenario.latent && !writes { &ranks[..1] } else { &ranks[..] };
         let mut plan = PeerPlan::one_to_one(4, self.scenario.blocks).expect("a valid plan");
         let rank = |tp: &u32| WorkerRank { pp: 0, tp: *tp };
         plan.lanes = read.iter().map(|tp| PeerLane::whole(rank(tp), readers)).collect();
         plan.told = ranks[read.len()..].iter().map(|tp| (rank(tp), readers)).collect();
-        plan.generations = self.scenario.generations && !writes;
-        plan.finishes = self.scenario.finishes;
+        plan.generations = nixl.generations && !writes;
+        plan.finishes = nixl.finishes;
         let clock = self.engines[at.engine].clocks[at.worker];
         let theirs_now = self.engines[engine].clock.at((sent + self.now) / 2).seconds();
         let told = self.engines[at.engine].settings.version.asks_for_pipeline_rank();
@@ -67,10 +69,10 @@ impl World {
 
     /// Reorders a worker's blocks, or fails to.
     pub(super) fn finish(&mut self, at: At, request: &RequestId, blocks: &[u32]) {
-        if self.engines[at.engine].life != at.life {
+        if !self.lives(at) {
             return;
         }
-        let memory = &mut self.engines[at.engine].pool.workers[at.worker];
+        let memory = self.memory(at);
         for block in blocks {
             for half in &mut memory.blocks[*block as usize] {
                 half.unfinished = false;
@@ -81,48 +83,34 @@ impl World {
         self.with(at, |worker, time| worker.finished(time, request, result));
     }
 
-    pub(super) fn words(
-        &mut self,
-        at: At,
-        link: Link,
-        id: MoveId,
-        rank: WorkerRank,
-        blocks: &[u32],
-    ) {
-        let engine = &self.engines[link.engine];
-        let result = if engine.life != link.life || self.cut(at.engine, link.engine).is_some() {
+    pub(super) fn words(&mut self, at: At, to: At, id: MoveId, blocks: &[u32]) {
+        let result = if !self.lives(to) || self.cut(at.engine, to.engine).is_some() {
             Err("the peer is gone".to_owned())
         } else {
-            let words = engine.pool.workers[rank.tp as usize].generations.words();
+            let words = self.memory(to).generations.words();
             let word = |at: usize| words[at].load(std::sync::atomic::Ordering::Acquire);
             Ok((word(0), blocks.iter().map(|block| word(*block as usize + 1)).collect()))
         };
         let delay = self.random.skewed(50..50 * MILLISECOND);
-        self.after(delay, Event::WordsBack(at, id, result));
+        self.happens_after(delay, Event::WordsBack(at, id, result));
     }
 
-    pub(super) fn notify(
-        &mut self,
-        at: At,
-        link: Link,
-        rank: WorkerRank,
-        request: Option<RequestId>,
-        bytes: &Arc<[u8]>,
-    ) {
-        if self.engines[at.engine].life != at.life {
+    pub(super) fn notify(&mut self, at: At, to: At, request: Option<RequestId>, bytes: &Arc<[u8]>) {
+        if !self.lives(at) {
             return;
         }
         let trouble = self.scenario.trouble;
-        let lost = self.random.percent(trouble / 3) || self.engines[link.engine].life != link.life;
-        let cut = self.cut(at.engine, link.engine);
+        let lost = self.random.percent(trouble / 3) || !self.lives(to);
+        let cut = self.cut(at.engine, to.engine);
         if lost || (cut.is_some() && self.random.percent(50)) {
             if self.random.percent(50) {
-                self.after(MILLISECOND, Event::Unsent(at, request, rank));
+                let rank = WorkerRank { pp: 0, tp: to.worker as u32 };
+                self.happens_after(MILLISECOND, Event::Unsent(at, request, rank));
             }
             return;
         }
         let from: Arc<str> = format!("{}/{}.{}", at.engine, at.life, at.worker).into();
-        let bytes = if self.scenario.crowded && bytes.starts_with(b"HB:") {
+        let bytes = if self.scenario.own.crowded && bytes.starts_with(b"HB:") {
             &crowded(bytes)
         } else {
             bytes
@@ -131,15 +119,22 @@ impl World {
         for _ in 0..times {
             let delay =
                 cut.map_or(0, |until| until - self.now) + self.random.skewed(50..2 * SECOND);
-            let to = (link.engine, link.life);
-            let event = Event::Notice {
-                to,
-                rank: rank.tp,
-                from: Arc::clone(&from),
-                bytes: Arc::clone(bytes),
-            };
-            self.after(delay, event);
+            let (from, bytes) = (Arc::clone(&from), Arc::clone(bytes));
+            self.happens_after(delay, Event::Notice { to, from, bytes });
         }
+    }
+
+    /// Returns the request of a prefill engine whose blocks stay until a read of them has ended.
+    pub(super) fn owner_of(&self, at: At, what: &Move) -> Option<RequestId> {
+        let to = self.peer(at, what.connection, what.part.rank);
+        let first = what.groups.first()?;
+        let owner = self.engines[to.engine].pool.owner(first.remote.at(0));
+        let owner = owner.filter(|_| self.lives(to))?;
+        // A late reader reads blocks that belong to another request by now, so the owner does not
+        // wait for it.
+        let reader = self.engines[at.engine].pool.owner(first.local.at(0))?;
+        let of_reader = self.clients.iter().find(|client| client.legs[DECODE].id == *reader)?;
+        (of_reader.legs[PREFILL].id == *owner).then(|| owner.clone())
     }
 }
 

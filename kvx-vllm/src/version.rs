@@ -115,19 +115,10 @@ impl Version {
 #[cfg(feature = "params")]
 impl Version {
     /// The versions whose NixlConnector kvx speaks, oldest first.
-    pub const SPOKEN: [Version; 11] = [
-        Version::V0_16,
-        Version::V0_20,
-        Version::V0_21,
-        Version::V0_22,
-        Version::V0_26,
-        Version::V0_28,
-        Version::V0_29,
-        Version::V0_30,
-        Version::V0_31,
-        Version::V0_32,
-        Version::V0_33,
-    ];
+    pub const SPOKEN: [Version; 11] = {
+        let [_v0_9, _v0_11, spoken @ ..] = Version::ALL;
+        spoken
+    };
 
     /// Returns the version whose NixlConnector protocol engines of this version speak. kvx does not
     /// speak the handshake of vLLM 0.9 to 0.11. Under those defaults, kvx engines speak the newest

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::action::{Action, Connection};
+use super::failure::HandshakeFailure;
 use super::plan::PeerPlan;
 use super::remote::RemoteEngine;
 use crate::ids::{EngineId, WorkerRank};
@@ -155,15 +156,15 @@ impl Peers {
         Reach::Wait
     }
 
-    /// Records the end of a handshake. Returns the engine, or `None` if a newer handshake has
-    /// replaced this one.
+    /// Records the end of a handshake. Returns the engine and the failure, or `None` if a newer
+    /// handshake has replaced this one.
     pub(super) fn connected(
         &mut self,
         now: Time,
         connection: Connection,
-        result: Result<PeerPlan, ()>,
+        result: Result<PeerPlan, HandshakeFailure>,
         actions: &mut VecDeque<Action>,
-    ) -> Option<Arc<RemoteEngine>> {
+    ) -> Option<(Arc<RemoteEngine>, Option<HandshakeFailure>)> {
         let state = ConnectionState::Connecting(connection);
         let found = self.engines.values_mut().find(|engine| engine.state == state);
         let Some(engine) = found else {
@@ -174,7 +175,7 @@ impl Peers {
         };
         let peer = Arc::clone(&engine.peer);
         engine.used = now;
-        match result {
+        let failure = match result {
             Ok(plan) => {
                 engine.state = ConnectionState::Ready(connection);
                 let link = OpenConnection {
@@ -185,15 +186,19 @@ impl Peers {
                 };
                 self.links.insert(connection, link);
                 self.forget_others(now, &peer, actions);
+                None
             }
-            // No engine is remembered as unreachable: a restarted engine is reachable as soon as it
-            // listens.
-            Err(()) if engine.before.last.is_none() => {
-                self.engines.remove(&peer.engine);
+            Err(failure) => {
+                (engine.state, engine.renewals) = (ConnectionState::Resting, engine.before);
+                // No engine is remembered as unreachable: a restarted engine is reachable as soon
+                // as it listens.
+                if engine.before.last.is_none() {
+                    self.engines.remove(&peer.engine);
+                }
+                Some(failure)
             }
-            Err(()) => (engine.state, engine.renewals) = (ConnectionState::Resting, engine.before),
-        }
-        Some(peer)
+        };
+        Some((peer, failure))
     }
 
     /// Removes engines that had the address of the newly confirmed one, and engines that have been
@@ -309,16 +314,7 @@ mod tests {
     use crate::engine::Address;
 
     fn peer(engine: &str) -> Arc<RemoteEngine> {
-        let address = Address { host: engine.into(), port: 1 };
-        let engine = engine.into();
-        Arc::new(RemoteEngine {
-            engine,
-            address,
-            tp_size: 1,
-            pp_size: 1,
-            dcp_size: 1,
-            registration: 0,
-        })
+        Arc::new(RemoteEngine::new(engine, Address { host: engine.into(), port: 1 }))
     }
 
     fn at(seconds: u64) -> Time {

@@ -18,3 +18,11 @@ pub struct RemoteEngine {
     /// The number of times that the engine had registered its memory again.
     pub registration: u64,
 }
+
+impl RemoteEngine {
+    /// Creates a peer with one rank of each kind that has not registered its memory again.
+    pub fn new(engine: impl Into<EngineId>, address: Address) -> Self {
+        let (tp_size, pp_size, dcp_size, registration) = (1, 1, 1, 0);
+        RemoteEngine { engine: engine.into(), address, tp_size, pp_size, dcp_size, registration }
+    }
+}

@@ -175,12 +175,7 @@ impl TransferStats {
             (EXPIRED, self.expired),
             (AFTER_EXPIRY, self.after_expiry),
         ];
-        each.chain(
-            counted
-                .into_iter()
-                .filter(|(_, count)| *count > 0)
-                .map(|(metric, count)| (metric, count as f64)),
-        )
+        each.chain(counts(counted))
     }
 
     /// Returns every recorded value under the names of a MooncakeConnector.
@@ -198,12 +193,7 @@ impl TransferStats {
             (failed_receives, self.failed_receives),
             (expired, self.expired),
         ];
-        each.chain(
-            counted
-                .into_iter()
-                .filter(|(_, count)| *count > 0)
-                .map(|(metric, count)| (metric, count as f64)),
-        )
+        each.chain(counts(counted))
     }
 
     /// Summarizes the statistics.
@@ -237,6 +227,12 @@ impl TransferStats {
             after_expiry: self.after_expiry,
         }
     }
+}
+
+/// Returns the counts that are not zero.
+fn counts<const N: usize>(counted: [(Metric, u64); N]) -> impl Iterator<Item = (Metric, f64)> {
+    let counted = counted.into_iter().filter(|(_, count)| *count > 0);
+    counted.map(|(metric, count)| (metric, count as f64))
 }
 
 /// Returns the 90th percentile of sorted values, interpolated between the two nearest ones.

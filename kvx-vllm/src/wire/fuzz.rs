@@ -32,7 +32,7 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
 ];
 
 /// Decodes, encodes and decodes again. Both values must be equal, and both encodings too.
-fn stable<T: Debug + PartialEq>(
+pub(crate) fn stable<T: Debug + PartialEq>(
     bytes: &[u8],
     decode: impl Fn(&[u8]) -> Result<T>,
     encode: impl Fn(&T) -> Vec<u8>,

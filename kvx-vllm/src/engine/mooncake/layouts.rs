@@ -60,13 +60,12 @@ impl Target {
         let told = request.of_worker();
         let digest: String =
             Sha256::digest(told.encode()).iter().map(|byte| format!("{byte:02x}")).collect();
+        let address =
+            Address { host: told.remote_hostname.as_str().into(), port: told.remote_port };
         let peer = RemoteEngine {
-            engine: digest.into(),
-            address: Address { host: told.remote_hostname.as_str().into(), port: told.remote_port },
             tp_size: told.remote_tp_size,
             pp_size: told.remote_pp_size,
-            dcp_size: 1,
-            registration: 0,
+            ..RemoteEngine::new(digest, address)
         };
         let bytes = size_of::<Self>() + layout_bytes(&told);
         in_use.fetch_add(bytes, Ordering::Relaxed);

@@ -213,23 +213,19 @@ impl MooncakeWorker {
         connection: Connection,
         result: Result<PeerPlan, HandshakeFailure>,
     ) {
-        let (result, failure) = match result {
-            Ok(plan) => (Ok(plan), None),
-            Err(failure) => (Err(()), Some(failure.error)),
-        };
-        let peer =
+        let ended =
             self.with_peers(|peers, actions| peers.connected(now, connection, result, actions));
         // Expected race: another connection has replaced this one, or the worker was shut down.
-        let Some(peer) = peer else { return };
+        let Some((peer, failure)) = ended else { return };
         let waiting = self.connecting.remove(&peer.engine).unwrap_or_default();
-        if let Some(error) = &failure {
+        if let Some(HandshakeFailure { error, .. }) = &failure {
             let mut said = TransferFailure::new(FailureKind::SendFailed, &**error);
             said.address = Some(peer.address.clone());
             self.record(said);
         }
         for serve in waiting {
             match &failure {
-                Some(error) => self.fail_serve(now, serve, error),
+                Some(failure) => self.fail_serve(now, serve, &failure.error),
                 None => self.begin(now, serve),
             }
         }

@@ -115,19 +115,11 @@ impl Scheduler {
                     return Err(NotLoaded::HostNotAllowed(address.host));
                 }
                 let end = arrival.prompt_tokens.saturating_sub(self.settings.prefill_backoff);
-                let peer = RemoteEngine {
-                    engine,
-                    address,
-                    // The bootstrap server reports the sizes. Before vLLM 0.16 they equal the local
-                    // ones.
-                    tp_size: 1,
-                    pp_size: 1,
-                    dcp_size: 1,
-                    registration: 0,
-                };
                 let remote = RemoteRequest {
                     request: name,
-                    peer: Arc::new(peer),
+                    // The bootstrap server reports the sizes. Before vLLM 0.16 they equal the local
+                    // ones.
+                    peer: Arc::new(RemoteEngine::new(engine, address)),
                     blocks: BlockLists::default(),
                     expires_at_peer: None,
                     reference: None,

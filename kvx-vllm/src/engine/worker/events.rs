@@ -28,15 +28,10 @@ impl Worker {
         connection: Connection,
         result: Result<PeerPlan, HandshakeFailure>,
     ) {
-        let (result, failure) = match result {
-            Ok(plan) => (Ok(plan), None),
-            Err(failure) => (Err(()), Some(failure)),
-        };
         let clock = result.as_ref().ok().and_then(|plan| plan.clock);
         // Expected race: another handshake has replaced this one, or the worker was shut down.
-        let Some(peer) = self.peers.connected(now, connection, result, &mut self.actions) else {
-            return;
-        };
+        let ended = self.peers.connected(now, connection, result, &mut self.actions);
+        let Some((peer, failure)) = ended else { return };
         let waiting = self.waiting.remove(&peer.engine).unwrap_or_default();
         let heartbeat = self.heartbeats.remove(&peer.engine);
         let Some(failure) = failure else {

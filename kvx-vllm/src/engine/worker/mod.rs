@@ -310,14 +310,7 @@ mod tests {
     fn asked(own: (u32, u32), tp_size: u32, pp_size: u32) -> Result<Vec<(u32, u32)>, String> {
         let address = Address { host: "h".into(), port: 1 };
         let settings = Settings { tp_size: own.1, ..Settings::new("d", address.clone()) };
-        let peer = RemoteEngine {
-            engine: "p".into(),
-            address,
-            tp_size,
-            pp_size,
-            dcp_size: 1,
-            registration: 0,
-        };
+        let peer = RemoteEngine { tp_size, pp_size, ..RemoteEngine::new("p", address) };
         let ranks = ranks_to_ask(&settings, WorkerRank { pp: 0, tp: own.0 }, &peer)?;
         Ok(ranks.into_iter().map(|rank| (rank.pp, rank.tp)).collect())
     }

@@ -599,10 +599,7 @@ mod tests {
     fn the_names_of_served_registrations_are_bounded_in_bytes() {
         let mut pushes = Pushes::new(Duration::from_secs(10));
         let address = Address { host: "h".into(), port: 1 };
-        let engine = EngineId::from("d");
-        let (tp_size, pp_size, dcp_size, registration) = (1, 1, 1, 0);
-        let peer =
-            Arc::new(RemoteEngine { engine, address, tp_size, pp_size, dcp_size, registration });
+        let peer = Arc::new(RemoteEngine::new("d", address));
         for number in 0..70 {
             let registration = Registration {
                 request: format!("{number}{}", "x".repeat(1 << 20)).into(),

@@ -7,6 +7,8 @@ use kvx_vllm::config::{
 };
 use serde_json::{Value, json};
 
+use super::LIBFABRIC_COMMAND;
+
 /// Returns the merged object, the other arguments and the warnings.
 fn parse(line: &[&str]) -> (Value, Vec<String>, Vec<Concern>) {
     let (given, rest) =
@@ -29,16 +31,7 @@ fn value(text: &str) -> Value {
 
 #[test]
 fn the_guides_example_selects_libfabric() {
-    let line = [
-        "serve",
-        "MODEL",
-        "--kv-transfer-config.kv_connector",
-        "NixlConnector",
-        "--kv-transfer-config.kv_role",
-        "kv_both",
-        "--kv-transfer-config.kv_connector_extra_config.backends+",
-        "LIBFABRIC",
-    ];
+    let line = LIBFABRIC_COMMAND.into_iter().skip(1);
     let (config, rest) = KvTransferConfig::from_arguments(line, &Surroundings::default()).unwrap();
     assert_eq!(rest, ["serve", "MODEL"]);
     assert_eq!(config.backends().unwrap().unwrap(), ["LIBFABRIC"]);

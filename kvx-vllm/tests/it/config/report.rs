@@ -5,6 +5,8 @@ use std::path::Path;
 use kvx_testkit::test;
 use kvx_vllm::config::{ConfigReport, KvTransferConfig, Opening, Surroundings};
 
+use super::LIBFABRIC_COMMAND;
+
 fn report(line: &[&str], surroundings: &Surroundings) -> ConfigReport {
     let (config, rest) = KvTransferConfig::from_arguments(line.iter().copied(), surroundings)
         .unwrap_or_else(|error| panic!("{line:?}: {error}"));
@@ -27,18 +29,7 @@ fn golden_nothing() {
 
 #[test]
 fn golden_guide_libfabric() {
-    let line = [
-        "vllm",
-        "serve",
-        "MODEL",
-        "--kv-transfer-config.kv_connector",
-        "NixlConnector",
-        "--kv-transfer-config.kv_role",
-        "kv_both",
-        "--kv-transfer-config.kv_connector_extra_config.backends+",
-        "LIBFABRIC",
-    ];
-    golden("guide_libfabric", &line, &Surroundings::default());
+    golden("guide_libfabric", &LIBFABRIC_COMMAND, &Surroundings::default());
 }
 
 #[test]

@@ -27,6 +27,14 @@ fn connector(workers: u32) -> Connector {
     built("NixlConnector", "e", "TCP", workers)
 }
 
+/// Runs a test of a socket on this thread, which must end within `limit`.
+pub(super) fn run_within<F: Future>(limit: Duration, test: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let done = runtime.block_on(async { tokio::time::timeout(limit, test).await });
+    runtime.shutdown_background();
+    done.expect("no test of a socket hangs")
+}
+
 pub(super) fn built(connector: &str, engine: &str, backend: &str, workers: u32) -> Connector {
     built_of(connector, engine, &format!(r#""backends": ["{backend}"]"#), workers)
 }

@@ -10,7 +10,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
 use super::super::clock::Clock;
-use super::super::tests::{built, register};
+use super::super::tests::{built, register, run_within};
 use super::super::zmtp::{Budget, Client, MessageLimits, SocketType};
 use super::super::{Connector, Decode, Loaded, Prefill};
 use super::bootstrap::{BootstrapServer, CONNECTIONS};
@@ -26,11 +26,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 const SHORT: Duration = Duration::from_millis(300);
 
 fn run<F: Future>(test: F) -> F::Output {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let done =
-        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), test).await });
-    runtime.shutdown_background();
-    done.expect("no test of a socket hangs")
+    run_within(Duration::from_secs(30), test)
 }
 
 async fn server(secret: Option<u8>) -> (BootstrapServer, Address) {

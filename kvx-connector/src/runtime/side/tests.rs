@@ -10,6 +10,7 @@ use kvx_core::{ErrorKind, Result, Secret};
 
 use super::*;
 use crate::runtime::clock::Clock;
+use crate::runtime::tests::run_within;
 use kvx_vllm::Version;
 use kvx_vllm::engine::{Address, RemoteEngine, SideChannels, WorkerRank};
 use kvx_vllm::wire::{CompatibilityHash, Expectation, NixlAgentMetadata};
@@ -18,11 +19,7 @@ pub(super) const RANK: WorkerRank = WorkerRank { pp: 0, tp: 0 };
 pub(super) const SHORT: Duration = Duration::from_millis(300);
 
 pub(super) fn run<F: Future>(test: F) -> F::Output {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let done =
-        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(60), test).await });
-    runtime.shutdown_background();
-    done.expect("nothing at the side channel hangs")
+    run_within(Duration::from_secs(60), test)
 }
 
 pub(super) fn hash() -> CompatibilityHash {
@@ -64,14 +61,7 @@ pub(super) async fn server(secret: Option<Secret>, nixl: bool) -> SideServer {
 }
 
 pub(super) fn at(host: &str, port: u16) -> RemoteEngine {
-    RemoteEngine {
-        engine: "prefill-0".into(),
-        address: Address { host: host.into(), port },
-        tp_size: 1,
-        pp_size: 1,
-        dcp_size: 1,
-        registration: 0,
-    }
+    RemoteEngine::new("prefill-0", Address { host: host.into(), port })
 }
 
 pub(super) fn asker(secret: Option<Secret>) -> SideClient {

@@ -8,6 +8,7 @@ use kvx_core::ErrorKind;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
+use super::super::tests::run_within;
 use super::*;
 use kvx_vllm::zmtp::{self, Command};
 
@@ -44,11 +45,7 @@ impl ConnectionHandler for AfterAPing {
 }
 
 fn run<F: Future>(test: F) -> F::Output {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let done =
-        runtime.block_on(async { tokio::time::timeout(Duration::from_secs(30), test).await });
-    runtime.shutdown_background();
-    done.expect("no test of a socket hangs")
+    run_within(Duration::from_secs(30), test)
 }
 
 fn limits(patience: Duration, connections: usize) -> RouterLimits {

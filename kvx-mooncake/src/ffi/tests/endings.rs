@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, JobId};
 use kvx_core::backend::{Availability, Context, Factory, Placement, Transport, Unavailable};
 use kvx_core::{Agent, ErrorKind, Grid, Memory, Op, Options, Plan, Registry};
 
@@ -15,9 +14,10 @@ use super::super::adapter_bindings;
 use super::super::bindings::{Functions, transfer_request, transfer_status};
 use super::super::engine::{EnginePiece, TransferState};
 use super::super::library::Library;
-use super::real_engine::{PieceAnswer, adapter, answer_as, engine, real, real_functions};
+use super::real_engine::{
+    PieceAnswer, adapter, answer_as, engine, in_flight, real, real_functions,
+};
 use crate::Mooncake;
-use crate::batches::{Batches, InFlightBatch};
 use crate::config::Config;
 
 const CUT_OFF: Duration = Duration::from_secs(10);
@@ -93,15 +93,7 @@ fn a_failed_batch_has_not_ended_while_one_of_its_pieces_moves() {
         // SAFETY: the memory stays valid forever.
         let batch = unsafe { ours.submit(&[piece(0), piece(4096)]) }.expect("it is taken");
         assert_eq!(ours.piece_state(&batch, 0).expect("it is there"), TransferState::Failed(6));
-        let mut batches = Batches::default();
-        let (job, endpoint) = (JobId::from_number(1), EndpointId::from_number(1));
-        batches.push(InFlightBatch::new(
-            batch,
-            job,
-            endpoint,
-            theirs.name().into(),
-            [4096; 2].into(),
-        ));
+        let mut batches = in_flight(batch, &theirs, &[4096; 2]);
         let now = Instant::now();
         for later in 0..5 {
             let now = now + later * Duration::from_secs(1);

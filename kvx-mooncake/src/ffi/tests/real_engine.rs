@@ -4,10 +4,13 @@ use std::ffi::{c_int, c_void};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
+use kvx_backend::fabric::{EndpointId, JobId};
+
 use super::super::adapter_bindings;
 use super::super::bindings::{Functions, transfer_status};
-use super::super::engine::{Engine, EngineOptions, PEER_TO_PEER};
+use super::super::engine::{Batch, Engine, EngineOptions, PEER_TO_PEER};
 use super::super::library::{Library, LoadOptions};
+use crate::batches::{Batches, InFlightBatch};
 
 /// The real functions, to which replacements pass most calls.
 static REAL: OnceLock<(Functions, adapter_bindings::Functions)> = OnceLock::new();
@@ -75,4 +78,12 @@ fn engine_options(devices: &[&str]) -> EngineOptions {
 /// Starts an engine of a library that lives as long as the engine.
 pub(super) fn engine(library: Library, devices: &[&str]) -> kvx_core::Result<Engine> {
     Engine::start(Box::leak(Box::new(library)), &engine_options(devices))
+}
+
+/// Returns the list of one batch to `peer`, whose pieces have these lengths.
+pub(super) fn in_flight(batch: Batch, peer: &Engine, lens: &[u64]) -> Batches {
+    let mut batches = Batches::default();
+    let (job, endpoint) = (JobId::from_number(1), EndpointId::from_number(1));
+    batches.push(InFlightBatch::new(batch, job, endpoint, peer.name().into(), lens.into()));
+    batches
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, JobId, Registrar as _};
+use kvx_backend::fabric::Registrar as _;
 use kvx_core::{DeviceAccess as _, ErrorKind, Memory, MemoryKind, Op, RegionId};
 use kvx_testkit::TestDevice;
 
@@ -16,9 +16,8 @@ use super::super::engine::{EnginePiece, TransferState};
 use super::super::library::Library;
 use super::super::{adapter_bindings, self_test};
 use super::real_engine::{
-    PieceAnswer, answer_as, engine, real, real_adapter_functions, real_functions,
+    PieceAnswer, answer_as, engine, in_flight, real, real_adapter_functions, real_functions,
 };
-use crate::batches::{Batches, InFlightBatch};
 use crate::memory::{MemoryRegistrar, RegisteredRanges};
 
 /// The time to wait for a notification that never arrives.
@@ -305,15 +304,7 @@ fn a_batch_is_queried_as_a_whole_if_possible_and_otherwise_piece_by_piece() {
             }
             let counts = [&PIECES_ASKED, &BATCHES_ASKED];
             counts.iter().for_each(|count| count.store(0, Ordering::Relaxed));
-            let mut batches = Batches::default();
-            let (job, endpoint) = (JobId::from_number(1), EndpointId::from_number(1));
-            batches.push(InFlightBatch::new(
-                batch,
-                job,
-                endpoint,
-                theirs.name().into(),
-                [LEN; COUNT].into(),
-            ));
+            let mut batches = in_flight(batch, &theirs, &[LEN; COUNT]);
             let ended = batches.poll_next(&ours, begun).expect("all its pieces have ended");
             assert_eq!(ended.failed.is_some(), beyond > 0);
             ours.free(ended.batch);

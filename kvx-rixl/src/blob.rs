@@ -89,23 +89,14 @@ impl<'a> Blob<'a> {
                 return Err(fields.malformed(format_args!("no memory is of kind {kind}")));
             }
             for _ in 0..fields.tagged_count("n", 9 + DESCRIPTOR)? {
-                blob.memory.push(
-                    Self::descriptor(kind, fields.tagged("")?)
-                        .map_err(|()| fields.malformed("a descriptor is too short"))?,
-                );
+                let mut data = Reader::new("NIXL descriptor", fields.tagged("")?);
+                let (address, len, device) = (data.u64()?, data.u64()?, data.u64()?);
+                let key = data.bytes(data.left())?;
+                blob.memory.push(BlobMemory { kind, address, len, device, key });
             }
         }
         fields.end()?;
         Ok(blob)
-    }
-
-    fn descriptor(kind: i32, data: &'a [u8]) -> Result<BlobMemory<'a>, ()> {
-        let (head, key) = data.split_at_checked(DESCRIPTOR).ok_or(())?;
-        let number = |at: usize| {
-            let bytes: Result<[u8; 8], _> = head[at..at + 8].try_into();
-            bytes.map(u64::from_le_bytes).map_err(|_| ())
-        };
-        Ok(BlobMemory { kind, address: number(0)?, len: number(8)?, device: number(16)?, key })
     }
 }
 

@@ -6,7 +6,7 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt as _;
 use std::process::{ChildStdin, Command, Output, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -160,6 +160,15 @@ impl Child {
             }
             RecvTimeoutError::Disconnected => Failure::new("the other process ended"),
         })
+    }
+
+    /// Returns the next line, if it has written one by now.
+    pub fn heard(&self) -> Result<Option<String>, Failure> {
+        match self.answers.try_recv() {
+            Ok(line) => Ok(Some(line)),
+            Err(TryRecvError::Empty) => Ok(None),
+            Err(TryRecvError::Disconnected) => Err(Failure::new("the other process ended")),
+        }
     }
 
     fn its_pid(&self) -> Result<Pid, Failure> {

@@ -1,11 +1,10 @@
 //! A NIXL agent in Python that follows commands.
 
-use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::process::Command;
 use std::time::Duration;
 
+use kvx_testkit::Child;
 use serde_json::{Value, json};
 
 /// The time limit for an answer.
@@ -14,8 +13,6 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// The program; killed when dropped.
 pub(crate) struct Python {
     process: Child,
-    stdin: ChildStdin,
-    answers: Receiver<String>,
     /// The addresses of its regions.
     pub(crate) at: Vec<u64>,
     pub(crate) metadata: Vec<u8>,
@@ -25,26 +22,12 @@ impl Python {
     /// Starts an agent with regions of these sizes.
     pub(crate) fn start(python: &Path, name: &str, regions: &[usize]) -> Self {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/nixl_agent.py");
-        let mut process = Command::new(python)
-            .arg(script)
-            // The tests themselves check how peers end, so NIXL and UCX need not log it.
-            .envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the wheel's Python starts");
-        let stdin = process.stdin.take().expect("it was asked for");
-        let stdout = process.stdout.take().expect("it was asked for");
-        let (sender, answers) = channel();
-        std::thread::spawn(move || {
-            for line in BufReader::new(stdout).lines() {
-                let Ok(line) = line else { break };
-                if sender.send(line).is_err() {
-                    break;
-                }
-            }
-        });
-        let mut agent = Python { process, stdin, answers, at: Vec::new(), metadata: Vec::new() };
+        let mut command = Command::new(python);
+        command.arg(script);
+        // The tests themselves check how peers end, so NIXL and UCX need not log it.
+        command.envs([("NIXL_LOG_LEVEL", "fatal"), ("UCX_LOG_LEVEL", "fatal")]);
+        let process = Child::start(command).expect("the wheel's Python starts");
+        let mut agent = Python { process, at: Vec::new(), metadata: Vec::new() };
         let started = agent.ask(json!({"do": "start", "name": name, "regions": regions}));
         agent.metadata = from_hex(started["metadata"].as_str().expect("text"));
         agent.at = started["at"]
@@ -64,23 +47,18 @@ impl Python {
     }
 
     pub(crate) fn tell(&mut self, order: Value) {
-        writeln!(self.stdin, "{order}")
-            .and_then(|()| self.stdin.flush())
-            .expect("the agent listens");
+        self.process.say(&order.to_string()).expect("the agent listens");
     }
 
     pub(crate) fn hear(&mut self) -> Value {
-        let answer = self.answers.recv_timeout(PATIENCE).expect("the agent answers");
+        let answer = self.process.hear(PATIENCE).expect("the agent answers");
         serde_json::from_str(&answer).expect("the agent answers in JSON")
     }
 
     /// Returns its next message, if there is one by now.
     pub(crate) fn heard(&mut self) -> Option<Value> {
-        match self.answers.try_recv() {
-            Ok(answer) => Some(serde_json::from_str(&answer).expect("the agent answers in JSON")),
-            Err(TryRecvError::Empty) => None,
-            Err(TryRecvError::Disconnected) => panic!("the agent has ended"),
-        }
+        let answer = self.process.heard().expect("the agent runs")?;
+        Some(serde_json::from_str(&answer).expect("the agent answers in JSON"))
     }
 
     pub(crate) fn ask(&mut self, order: Value) -> Value {
@@ -96,14 +74,6 @@ impl Python {
 
     pub(crate) fn kill(&mut self) {
         self.process.kill().expect("it runs");
-        self.process.wait().expect("it ends");
-    }
-}
-
-impl Drop for Python {
-    fn drop(&mut self) {
-        self.process.kill().ok();
-        self.process.wait().ok();
     }
 }
 

@@ -58,19 +58,6 @@ pub enum MemoryType {
 }
 
 impl MemoryType {
-    /// Returns the memory type of a `kv_buffer_device`: `cpu` is host memory, `cuda` and `xpu` are
-    /// device memory. Errors: `Invalid`.
-    pub fn of_buffer_device(device: &str) -> Result<Self> {
-        match device {
-            "cpu" => Ok(MemoryType::Dram),
-            "cuda" | "xpu" => Ok(MemoryType::Vram),
-            other => Err(Error::new(
-                ErrorKind::Invalid,
-                format!("kv_buffer_device \"{other}\" is not supported: use cpu, cuda or xpu"),
-            )),
-        }
-    }
-
     /// Reads a type from the wire. Errors: `Malformed`.
     pub fn from_wire(name: &str) -> Result<Self> {
         match name {

@@ -158,12 +158,6 @@ pub struct Finishing {
 }
 
 impl Finishing {
-    /// Returns the number of sub-blocks in a kernel block: the unit of
-    /// [`Covered`](super::Covered)'s ranges.
-    pub fn sub_blocks(&self) -> u32 {
-        self.ratio
-    }
-
     /// Returns whether whole blocks need reordering. If not, only partly filled blocks need
     /// [`finish`](Self::finish).
     pub fn reorders(&self) -> bool {

@@ -21,6 +21,7 @@ use kvx_vllm::mapping::{
     Caches, Heads, KvLayout, KvTensors, LayerCache, MappingOptions, MemoryType, PeerMap, Remote, Tp,
 };
 use kvx_vllm::params::TransferParams;
+use kvx_vllm::wire::EngineNotification;
 
 /// Concurrent requests.
 const REQUESTS: u32 = 1000;
@@ -165,7 +166,8 @@ impl Both {
                 assert_eq!(moves.blocks, u64::from(BLOCKS) * LAYERS);
                 let note = what.notification.expect("the read carries it");
                 self.decode.worker.move_resolved(now, what.id, Ok(self.transferred));
-                self.prefill.worker.notified(now, "decode/0", &note).expect("a completion");
+                let note = EngineNotification::decode(&note).expect("a notification");
+                self.prefill.worker.notified(now, "decode/0", note).expect("a completion");
             }
         }
         let loaded = self.decode.outcomes(now);

@@ -19,7 +19,7 @@ const LONG: Duration = Duration::from_secs(3600);
 fn report(shared: &Shared, rank: WorkerRank, from: &str, bytes: &[u8]) -> Result<()> {
     let notification = EngineNotification::decode(bytes)?;
     let mut taken = Ok(());
-    shared.report_nixl(rank, |worker, now| taken = worker.heard(now, from, notification));
+    shared.report_nixl(rank, |worker, now| taken = worker.notified(now, from, notification));
     taken
 }
 

@@ -15,7 +15,7 @@ use kvx_vllm::engine::{
 };
 use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
 use kvx_vllm::params::{RemoteBlocks, TransferParams};
-use kvx_vllm::wire::CompatibilityFactors;
+use kvx_vllm::wire::{CompatibilityFactors, EngineNotification};
 
 const LIMIT: Duration = Duration::from_secs(10);
 const SHORT: Duration = Duration::from_millis(200);
@@ -400,7 +400,8 @@ fn stopped_before_its_write(prefill: &Connector) -> (WorkerRank, kvx_vllm::engin
         while let Some(told) = agent.try_notification() {
             let from = format!("{:?}", told.from);
             let heard = |worker: &mut kvx_vllm::engine::Worker, now| {
-                worker.notified(now, &from, &told.bytes).unwrap()
+                let notification = EngineNotification::decode(&told.bytes).unwrap();
+                worker.notified(now, &from, notification).unwrap()
             };
             shared.report_nixl(first, heard);
         }

@@ -250,7 +250,7 @@ impl DecodeChannel {
         } else {
             let question = PullRequest::decode(question);
             shared.report_mooncake(self.rank, |worker, now| {
-                taken = worker.asked_for(now, ask, question);
+                taken = worker.asked(now, ask, question);
             });
         }
         self.log_refusal(taken);

@@ -113,13 +113,13 @@ async fn exchange(
         // Decoded before the lock, because it may be long.
         let answer = PullResponse::decode(&answer);
         if answer.as_ref().is_ok_and(|answer| answer.status == PullStatus::Continue) {
-            shared.report_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
+            shared.report_mooncake(rank, |worker, now| worker.answered(now, pull, answer));
             continue;
         }
         if answer.is_ok() {
             shared.mooncake.idle.keep(address, connection);
         }
-        shared.report_mooncake(rank, |worker, now| worker.answered_with(now, pull, answer));
+        shared.report_mooncake(rank, |worker, now| worker.answered(now, pull, answer));
         return Ok(());
     }
 }

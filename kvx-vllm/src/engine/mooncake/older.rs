@@ -66,7 +66,7 @@ impl MooncakeWorker {
             Ok(OlderPullRequest { kvx_question: Some(bytes), .. }) => {
                 let question =
                     PullRequest::decode(&bytes).and_then(|question| self.of_same_sizes(question));
-                return self.asked_for(now, ask, question);
+                return self.asked(now, ask, question);
             }
             Ok(plain) => plain.as_pull_request(&self.own).map(|mut question| {
                 for wanted in &mut question.req_blocks {
@@ -111,7 +111,7 @@ impl MooncakeWorker {
             }
             response
         });
-        self.answered_with(now, pull, answer);
+        self.answered(now, pull, answer);
     }
 
     /// Gives a local request the additional name that all engines share. Earlier pulls by that name

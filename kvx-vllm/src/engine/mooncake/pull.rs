@@ -311,19 +311,9 @@ impl MooncakeWorker {
         Box::new(question)
     }
 
-    /// Handles the answer of a prefill worker.
-    pub fn answered(&mut self, now: Time, pull: PullId, bytes: &[u8]) {
-        self.answered_with(now, pull, PullResponse::decode(bytes));
-    }
-
-    /// Handles a decoded answer, as [`answered`](Self::answered) does. Answers may be long, so the
-    /// runtime decodes them before it takes a lock.
-    pub fn answered_with(
-        &mut self,
-        now: Time,
-        pull: PullId,
-        answer: kvx_core::Result<PullResponse>,
-    ) {
+    /// Handles the answer of a prefill worker. Answers may be long, so the runtime decodes them
+    /// before it takes a lock.
+    pub fn answered(&mut self, now: Time, pull: PullId, answer: kvx_core::Result<PullResponse>) {
         // Expected race: the pull timed out, or all its loads have ended.
         let Some(asked) = self.pulls.get(&pull) else { return };
         let response = match answer {

@@ -152,27 +152,13 @@ impl MooncakeWorker {
     }
 
     /// Handles a pull from a decode worker, in which it asks for blocks or releases them. The
-    /// runtime answers by `ask`.
+    /// runtime answers by `ask`. Pulls may be long, so the runtime decodes them before it takes a
+    /// lock.
     ///
     /// # Errors
     ///
     /// Fails if the pull is invalid. The decode gets an answer; the caller should log the error.
-    pub fn asked(&mut self, now: Time, ask: AskId, bytes: &[u8]) -> Result<()> {
-        self.asked_for(now, ask, PullRequest::decode(bytes))
-    }
-
-    /// Handles a decoded pull, as [`asked`](Self::asked) does. Pulls may be long, so the runtime
-    /// decodes them before it takes a lock.
-    ///
-    /// # Errors
-    ///
-    /// As [`asked`](Self::asked).
-    pub fn asked_for(
-        &mut self,
-        now: Time,
-        ask: AskId,
-        question: Result<PullRequest>,
-    ) -> Result<()> {
+    pub fn asked(&mut self, now: Time, ask: AskId, question: Result<PullRequest>) -> Result<()> {
         self.asked_in(now, ask, question, AnswerForm::Each)
     }
 

@@ -190,22 +190,6 @@ impl Worker {
         self.finish(now, request);
     }
 
-    /// Handles the result of [`Action::ReadGenerations`]: the pool's identifier, and one generation
-    /// counter per block in order.
-    pub fn generations_read(
-        &mut self,
-        now: Time,
-        id: MoveId,
-        result: Result<(u64, &[u64]), String>,
-    ) {
-        self.words_read(now, id, result);
-    }
-
-    /// Handles the result of [`Action::CheckDigests`]: the local blocks without valid contents.
-    pub fn digests_checked(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
-        self.digests_compared(now, id, result);
-    }
-
     /// Handles a notification that could not be sent. The peer keeps its blocks until its lease
     /// ends. In push mode, the load fails.
     pub fn notification_failed(
@@ -268,18 +252,9 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// Fails if the bytes are not a valid notification. The worker's state does not change; the
-    /// caller should log the error.
-    pub fn notified(&mut self, now: Time, from: &str, bytes: &[u8]) -> kvx_core::Result<()> {
-        self.heard(now, from, EngineNotification::decode(bytes)?)
-    }
-
-    /// Handles a decoded notification, as [`notified`](Self::notified) does.
-    ///
-    /// # Errors
-    ///
-    /// Fails if a registration is invalid.
-    pub fn heard(
+    /// Fails if a registration is invalid. The worker's state does not change; the caller should
+    /// log the error.
+    pub fn notified(
         &mut self,
         now: Time,
         from: &str,

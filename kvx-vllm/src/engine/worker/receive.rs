@@ -271,8 +271,9 @@ impl Worker {
         self.advance(now, &request);
     }
 
-    /// Handles the generation counters of a read's blocks.
-    pub(super) fn words_read(
+    /// Handles the result of [`Action::ReadGenerations`]: the pool's identifier, and one generation
+    /// counter per block in order.
+    pub fn generations_read(
         &mut self,
         now: Time,
         id: MoveId,
@@ -330,14 +331,8 @@ impl Worker {
         self.part_failed(now, id);
     }
 
-    /// Handles the result of comparing a read's blocks with digests: the local blocks that do not
-    /// match.
-    pub(super) fn digests_compared(
-        &mut self,
-        now: Time,
-        id: MoveId,
-        result: Result<Vec<u32>, String>,
-    ) {
+    /// Handles the result of [`Action::CheckDigests`]: the local blocks without valid contents.
+    pub fn digests_checked(&mut self, now: Time, id: MoveId, result: Result<Vec<u32>, String>) {
         // A repeated report of the same read changes nothing.
         let Some(state) = self.moves.get(&id).filter(|state| state.phase == MovePhase::Hashing)
         else {

@@ -445,7 +445,7 @@ fn invalid_notifications_change_nothing() {
         b"PUSH_REG:\x80",
         b"\xff:1",
     ] {
-        assert!(prefill.worker.notified(at(1.0), "d/0", wrong).is_err(), "{wrong:?}");
+        assert!(prefill.try_notified(1.0, "d/0", wrong).is_err(), "{wrong:?}");
     }
     assert_eq!(prefill.outcomes(1.0), []);
     prefill.notified(2.0, "d/0", b"p-r:1");

@@ -163,8 +163,8 @@ fn a_registration_that_lacks_something_is_dropped() {
     let bare =
         EngineNotification::Registration(Box::new(PushRegistration::new("r", vec![vec![1, 2, 3]])))
             .encode();
-    assert!(prefill.worker.notified(at(0.0), "d/0", &bare).is_err());
-    assert!(prefill.worker.notified(at(0.0), "d/0", b"PUSH_REG:\xc1").is_err());
+    assert!(prefill.try_notified(0.0, "d/0", &bare).is_err());
+    assert!(prefill.try_notified(0.0, "d/0", b"PUSH_REG:\xc1").is_err());
     assert!(prefill.actions().is_empty());
     assert!(matches!(&prefill.outcomes(30.0)[..], [Outcome::Free { .. }]), "its lease ends");
 }
@@ -493,15 +493,14 @@ fn a_push_names_its_mode_and_omits_keys_of_pull() {
 #[test]
 fn registrations_are_bounded_and_a_pull_engine_keeps_none() {
     let mut pulled = Rig::new(settings("p"));
-    let error = pulled.worker.notified(at(0.0), "d/0", &registration("r", vec![7])).unwrap_err();
+    let error = pulled.try_notified(0.0, "d/0", &registration("r", vec![7])).unwrap_err();
     assert_eq!(error.kind(), kvx_core::ErrorKind::Unsupported, "{error}");
     assert_eq!(pulled.worker.next_deadline(), None, "there is nothing to expire later");
 
     let mut prefill = prefill();
     let many: Vec<u32> = (0..1 << 20).collect();
     let told = |at_: usize| registration(&format!("r{at_}"), many.clone());
-    let refused =
-        (0..20).find_map(|index| prefill.worker.notified(at(0.0), "d/0", &told(index)).err());
+    let refused = (0..20).find_map(|index| prefill.try_notified(0.0, "d/0", &told(index)).err());
     assert_eq!(refused.unwrap().kind(), kvx_core::ErrorKind::Busy);
 }
 
@@ -535,7 +534,7 @@ fn registrations_from_disallowed_hosts_are_rejected() {
         let hosts = Some(vec![allowed.to_owned()]);
         let mut prefill = Rig::new(Settings { allowed_hosts: hosts, ..push(settings("p")) });
         prefill.prefill(0.0, "r", 40);
-        let answer = prefill.worker.notified(at(1.0), "d/0", &registration("r", vec![7, 8, 9]));
+        let answer = prefill.try_notified(1.0, "d/0", &registration("r", vec![7, 8, 9]));
         assert_eq!(answer.is_err(), refused, "{allowed}");
         assert_eq!(handshakes(&prefill.actions()).is_empty(), refused, "{allowed}");
     }

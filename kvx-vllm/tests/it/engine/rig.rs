@@ -204,8 +204,17 @@ impl Rig {
     }
 
     pub(crate) fn notified(&mut self, now: f64, from: &str, bytes: &[u8]) -> Vec<Action> {
-        self.worker.notified(at(now), from, bytes).unwrap();
+        self.try_notified(now, from, bytes).unwrap();
         self.actions()
+    }
+
+    pub(crate) fn try_notified(
+        &mut self,
+        now: f64,
+        from: &str,
+        bytes: &[u8],
+    ) -> kvx_core::Result<()> {
+        self.worker.notified(at(now), from, EngineNotification::decode(bytes)?)
     }
 
     /// Returns how many times a metric was observed, or its count.

@@ -12,7 +12,7 @@ use kvx_vllm::engine::{
 };
 use kvx_vllm::params::{OlderMooncakeParams, TransferParams};
 use kvx_vllm::wire::mooncake::PullStatus::Finish;
-use kvx_vllm::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest};
+use kvx_vllm::wire::mooncake::{OlderAnswer, OlderPullRequest, PullRequest, PullResponse};
 use serde_json::{Value, json};
 
 use super::rig::{Asked, Rig, answer, asked, at, fences, loaded, pairs, question, told, writes};
@@ -306,7 +306,7 @@ fn a_name_that_is_used_again_means_the_latest_and_kvx_its_own() {
     let actions = prefill.written(0.2, moves[0].id);
     assert_eq!(answer(&actions), (2, Finish, vec!["r-00000009".into()], vec![]));
     let [MooncakeAction::Answer { bytes, .. }] = &actions[..] else { panic!("{actions:?}") };
-    decode.worker.answered(at(0.2), asked.pull, bytes);
+    decode.worker.answered(at(0.2), asked.pull, PullResponse::decode(bytes));
     assert_eq!(decode.outcomes(0.2), [loaded("r-00000009")]);
 }
 

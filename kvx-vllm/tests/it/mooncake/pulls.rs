@@ -8,6 +8,7 @@ use kvx_vllm::engine::{
     Arrival, Kept, LoadFailure, NotLoaded, Outcome, Settings, Status, WorkerRank,
 };
 use kvx_vllm::params::{MooncakeLeg, MooncakeParams, MooncakeTransferId};
+use kvx_vllm::wire::mooncake::PullResponse;
 use kvx_vllm::wire::mooncake::PullStatus::{Continue, Error, Finish, LayoutMiss};
 
 use super::rig::{
@@ -496,7 +497,8 @@ fn invalid_answers_do_not_affect_other_loads() {
     assert_eq!(decode.outcomes(0.3), [loaded("d-1")]);
     decode.answered(0.4, first[0].pull, &response(Finish, &[], &["d-1"]));
     assert!(decode.outcomes(0.4).is_empty(), "a load has only one outcome");
-    decode.worker.answered(at(0.5), second[0].pull, b"\xff\x00 no msgpack");
+    let malformed = PullResponse::decode(b"\xff\x00 no msgpack");
+    decode.worker.answered(at(0.5), second[0].pull, malformed);
     assert_eq!(fences(&decode.actions()), 1);
 }
 

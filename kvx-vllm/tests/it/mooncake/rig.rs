@@ -209,7 +209,7 @@ impl Rig {
         pull: PullId,
         response: &PullResponse,
     ) -> Vec<MooncakeAction> {
-        self.worker.answered(at(now), pull, &response.encode());
+        self.worker.answered(at(now), pull, PullResponse::decode(&response.encode()));
         self.actions()
     }
 
@@ -231,7 +231,8 @@ impl Rig {
         ask: u64,
         question: &PullRequest,
     ) -> Vec<MooncakeAction> {
-        let _ = self.worker.asked(at(now), AskId(ask), &question.encode());
+        let question = PullRequest::decode(&question.encode());
+        let _ = self.worker.asked(at(now), AskId(ask), question);
         self.actions()
     }
 

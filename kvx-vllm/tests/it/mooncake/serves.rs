@@ -10,8 +10,8 @@ use kvx_vllm::engine::{
     Action, FailureKind, HandshakeFailure, Kept, Move, MoveFailure, Outcome, PeerPlan, Settings,
     Status,
 };
-use kvx_vllm::wire::mooncake::PullResponse;
 use kvx_vllm::wire::mooncake::PullStatus::{Continue, Error, Finish, LayoutMiss};
+use kvx_vllm::wire::mooncake::{PullRequest, PullResponse};
 
 use super::rig::{BLOCK, Rig, answer, answers, at, pairs, question, settings, told, writes};
 
@@ -418,13 +418,15 @@ fn invalid_requests_are_rejected_as_a_whole() {
         (other, "query the bootstrap server again"),
         (stages, "pipeline stages"),
     ] {
-        let error = prefill.worker.asked(at(0.0), AskId(1), &bad.encode()).unwrap_err();
+        let bad = PullRequest::decode(&bad.encode());
+        let error = prefill.worker.asked(at(0.0), AskId(1), bad).unwrap_err();
         let refused = refusal(&prefill.actions());
         assert_eq!(refused.status, Error);
         assert!(error.to_string().contains(says), "{says}: {error}");
         assert_eq!(refused.err_msg, Some(error.to_string()));
     }
-    assert!(prefill.worker.asked(at(0.0), AskId(1), b"\x93\x01").is_err());
+    let malformed = PullRequest::decode(b"\x93\x01");
+    assert!(prefill.worker.asked(at(0.0), AskId(1), malformed).is_err());
     assert_eq!(refusal(&prefill.actions()).status, Error);
     assert!(prefill.worker.is_empty(), "no part of it is kept");
     let nothing = told((1, 2), 7);

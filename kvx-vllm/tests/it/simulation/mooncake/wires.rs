@@ -147,17 +147,13 @@ impl World<Mooncake> {
                 let _ = worker.older_asked_for(time, ask, question);
             });
         }
-        let bytes = match self.scenario.own.foreign {
-            false => bytes.to_vec(),
-            true => {
-                let mut request = PullRequest::decode(bytes).expect("a question");
-                request.kvx_engine_id = None;
-                request.encode()
-            }
-        };
+        let mut question = PullRequest::decode(bytes).expect("a question");
+        if self.scenario.own.foreign {
+            question.kvx_engine_id = None;
+        }
         self.with(to, |worker, time| {
             // Another engine may listen there by now, and reports it.
-            let _ = worker.asked(time, ask, &bytes);
+            let _ = worker.asked(time, ask, Ok(question));
         });
     }
 
@@ -202,15 +198,11 @@ impl World<Mooncake> {
             let answer = OlderAnswer::decode(bytes);
             return self.with(from, |worker, time| worker.older_answered_with(time, pull, answer));
         }
-        let bytes = match self.scenario.own.foreign && !self.scenario.own.older {
-            false => bytes.to_vec(),
-            true => {
-                let mut response = PullResponse::decode(bytes).expect("an answer");
-                response.kvx_settled = false;
-                response.encode()
-            }
-        };
-        self.with(from, |worker, time| worker.answered(time, pull, &bytes));
+        let mut response = PullResponse::decode(bytes).expect("an answer");
+        if self.scenario.own.foreign && !self.scenario.own.older {
+            response.kvx_settled = false;
+        }
+        self.with(from, |worker, time| worker.answered(time, pull, Ok(response)));
     }
 
     pub(super) fn breaks(&mut self, wire: u64, delivered: bool) {

@@ -131,8 +131,9 @@ impl Protocol for Nixl {
                 world.with(at, |worker, time| worker.generations_read(time, id, result));
             }
             Event::Notice { to, from, bytes } => {
+                let note = EngineNotification::decode(&bytes).map_err(|error| error.to_string())?;
                 let mut result = Ok(());
-                world.with(to, |worker, time| result = worker.notified(time, &from, &bytes));
+                world.with(to, |worker, time| result = worker.notified(time, &from, note));
                 return result.map_err(|error| error.to_string());
             }
             Event::Unsent(at, request, rank) => {

@@ -135,11 +135,6 @@ impl OlderPullRequest {
         Ok(question)
     }
 
-    /// Returns unknown keys, with their values as msgpack.
-    pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
-        self.shape.unknown()
-    }
-
     /// Encodes the message.
     pub fn encode(&self) -> Vec<u8> {
         self.encode_map()

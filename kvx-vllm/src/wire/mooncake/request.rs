@@ -111,11 +111,6 @@ impl PullRequest {
         }
     }
 
-    /// Returns unknown keys, with their values as msgpack.
-    pub fn unknown(&self) -> impl Iterator<Item = (&str, &[u8])> {
-        self.shape.unknown()
-    }
-
     /// Removes the layout: the other side knows it by its id.
     #[doc(hidden)]
     pub fn forget_layout(&mut self) {

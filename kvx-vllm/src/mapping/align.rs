@@ -74,16 +74,6 @@ impl Units {
         self.consumer
     }
 
-    /// Returns the units in a logical block of the producer.
-    pub fn producer(self) -> u32 {
-        self.producer
-    }
-
-    /// Returns the tokens in a unit.
-    pub fn tokens(self) -> u32 {
-        self.tokens
-    }
-
     /// Returns the common part of a consumer's and a producer's list, given their numbers of
     /// logical blocks.
     ///
@@ -223,11 +213,6 @@ pub fn window_blocks(window: u32, block_tokens: u32) -> u32 {
     window.div_ceil(block_tokens.max(1)).saturating_add(1)
 }
 
-/// Returns the last `blocks` of a list, which a sliding-window group sends. Shares the list.
-pub fn clip_to_window(list: &Indices, blocks: u32) -> Indices {
-    list.slice(list.len().saturating_sub(blocks as usize)..list.len())
-}
-
 fn len(list: usize) -> Result<i64> {
     u32::try_from(list).map(i64::from).map_err(|_| {
         Error::new(
@@ -334,8 +319,6 @@ mod tests {
         // The consumer's blocks are tokens 16..48, the producer's 24..44.
         assert_eq!((aligned.consumer_skip, aligned.producer_skip, aligned.count), (2, 0, 5));
         assert!(units.align(2, 5, tokens, Clip::Whole).is_err());
-        assert_eq!(list(&clip_to_window(&[1, 2, 3].into(), 2)), [2, 3]);
-        assert_eq!(list(&clip_to_window(&[1].into(), 2)), [1]);
     }
 
     #[test]

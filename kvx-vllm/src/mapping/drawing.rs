@@ -71,7 +71,7 @@ impl Drawing<'_> {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => {
                     refuse_copies(heads, consumer, producer)?;
-                    new.insert(Mapping::new(consumer, producer.size(), producer.dcp(), heads, &[])?)
+                    new.insert(Mapping::new(consumer, producer.size(), producer.dcp(), heads)?)
                 }
             };
             let (own, theirs) = (&ours.regions()[at], &stages[found.stage].regions()[found.region]);
@@ -97,9 +97,9 @@ impl Drawing<'_> {
                     .add(lane, groups.iter().map(|group| SetKey { group: *group, phase, memory }));
             }
         }
-        for (pp, (stage, geometry)) in drawn.into_iter().zip(stages).enumerate() {
+        for (pp, stage) in drawn.into_iter().enumerate() {
             let rank = WorkerRank { pp: pp as u32, tp: rank };
-            sources.push(Source::new(rank, geometry, stage.lanes, stage.sets));
+            sources.push(Source::new(rank, stage.lanes, stage.sets));
         }
         Ok(())
     }

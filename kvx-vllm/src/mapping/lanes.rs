@@ -4,14 +4,13 @@ use std::sync::Arc;
 
 use kvx_core::Grid;
 
-use super::descriptors::Row;
-use super::geometry::{Geometry, MemoryType};
+use super::geometry::MemoryType;
 use crate::ids::WorkerRank;
 
-/// A grid in a region of a [`Geometry`]. Its base is relative to the region's.
+/// A grid in a region of a [`Geometry`](super::Geometry). Its base is relative to the region's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionGrid {
-    /// The position in [`Geometry::regions`].
+    /// The position in [`Geometry::regions`](super::Geometry::regions).
     pub region: u32,
     /// The grid.
     pub grid: Grid,
@@ -90,23 +89,14 @@ impl LaneSet {
 #[derive(Clone, Debug)]
 pub struct Source {
     rank: WorkerRank,
-    device: u64,
-    bases: Vec<u64>,
     pub(super) lanes: Vec<Lane>,
     pub(super) sets: Vec<LaneSet>,
 }
 
 impl Source {
-    pub(super) fn new(
-        rank: WorkerRank,
-        geometry: &Geometry,
-        lanes: Vec<Lane>,
-        sets: Vec<(SetKey, Vec<u32>)>,
-    ) -> Self {
+    pub(super) fn new(rank: WorkerRank, lanes: Vec<Lane>, sets: Vec<(SetKey, Vec<u32>)>) -> Self {
         Source {
             rank,
-            device: geometry.device(),
-            bases: geometry.regions().iter().map(|region| region.base).collect(),
             sets: sets
                 .into_iter()
                 .map(|(key, members)| LaneSet::new(key, members, &lanes))
@@ -120,7 +110,7 @@ impl Source {
         self.rank
     }
 
-    /// Returns all lanes, in the order of descriptor rows.
+    /// Returns all lanes.
     pub fn lanes(&self) -> &[Lane] {
         &self.lanes
     }
@@ -152,22 +142,5 @@ impl Source {
             let lane = &self.lanes[*lane as usize];
             (of(lane.local, set.local_count), of(lane.remote, set.remote_count))
         })
-    }
-
-    /// Returns the rows of the remote descriptor list, in the order of [`lanes`](Source::lanes).
-    pub fn remote_rows(&self) -> Vec<Row> {
-        self.lanes.iter().map(|lane| row(lane.remote, &self.bases, self.device)).collect()
-    }
-}
-
-/// Returns the row of a grid. The address cannot overflow: a geometry is checked when it is
-/// created.
-pub(super) fn row(side: RegionGrid, bases: &[u64], device: u64) -> Row {
-    Row {
-        address: bases[side.region as usize] + side.grid.base,
-        len: side.grid.length,
-        device,
-        stride: side.grid.stride,
-        count: u64::from(side.grid.count),
     }
 }

@@ -1,4 +1,4 @@
-//! The mapping of bytes between ranks: regions, descriptors, ranks, heads, block lists and layouts.
+//! The mapping of bytes between ranks: regions, ranks, heads, block lists and layouts.
 //!
 //! This module has only plain functions and small immutable values, without I/O. They are used in
 //! this order:
@@ -58,7 +58,6 @@ mod advertised;
 mod align;
 mod caches;
 mod dense;
-mod descriptors;
 mod drawing;
 mod geometry;
 mod lanes;
@@ -74,10 +73,9 @@ mod permute;
 mod ranks;
 mod slices;
 
-pub use align::{Aligned, Clip, Tokens, Units, clip_to_window, expand, window_blocks};
+pub use align::{Aligned, Clip, Tokens, Units, expand, window_blocks};
 pub use caches::{Caches, KvTensors, LayerCache};
 pub use dense::{BlockRows, DenseShape, rows_from_block, rows_into_block};
-pub use descriptors::{RemoteRegionRow, Row, descriptor_ids, remote_row, strided_rows};
 pub use geometry::{Geometry, KvRegion, MAX_REGIONS, MemorySpan, MemoryType, RegionGroup};
 pub use lanes::{Lane, LaneSet, RegionGrid, Source};
 pub use layout::{KvLayout, LayoutMatch};
@@ -87,7 +85,5 @@ pub use mooncake_map::{SendLane, SendMap, tell_layout};
 pub use moves::{BlockPairs, Covered, Moves, Pairing, RankMoves};
 pub use names::natural_order;
 pub use peer::{MappingOptions, Part, PeerMap, Remote};
-pub use permute::{
-    BlockShape, Finishing, merge_sub_blocks, permute_axes, to_heads_outermost, to_tokens_outermost,
-};
+pub use permute::{BlockShape, Finishing, permute_axes};
 pub use ranks::{GroupKind, Heads, Mapping, Tp, handshake_ranks};

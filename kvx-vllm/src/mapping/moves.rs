@@ -291,27 +291,3 @@ impl Forms {
         Ok(())
     }
 }
-
-impl Source {
-    /// Returns the flat ids of a pairing's blocks in the descriptor lists of
-    /// [`PeerMap::local_rows`] and [`remote_rows`](Source::remote_rows), lane by lane, with the
-    /// same number on both sides. This expands the lists for every layer, so it is only for peers
-    /// that speak NIXL.
-    pub fn descriptor_ids(&self, pairing: &Pairing) -> (Vec<u64>, Vec<u64>) {
-        let set = &self.sets[pairing.set];
-        let len = pairing.local.len();
-        let mut ids =
-            (Vec::with_capacity(set.lanes.len() * len), Vec::with_capacity(set.lanes.len() * len));
-        let (mut local, mut remote) = (0, 0);
-        let mut wanted = set.lanes.iter().copied().peekable();
-        for (at, lane) in self.lanes.iter().enumerate() {
-            if wanted.next_if_eq(&(at as u32)).is_some() {
-                ids.0.extend((0..len).map(|block| local + u64::from(pairing.local.at(block))));
-                ids.1.extend((0..len).map(|block| remote + u64::from(pairing.remote.at(block))));
-            }
-            local += u64::from(lane.local.grid.count);
-            remote += u64::from(lane.remote.grid.count);
-        }
-        ids
-    }
-}

@@ -6,10 +6,9 @@ use kvx_core::{Error, ErrorKind, Op, Result};
 
 use super::align::{Clip, Units};
 use super::caches::Caches;
-use super::descriptors::Row;
 use super::drawing::Drawing;
 use super::geometry::{Geometry, KvRegion, MemoryType};
-use super::lanes::{Source, row};
+use super::lanes::Source;
 use super::layout::LayoutMatch;
 use super::permute::{BlockShape, Finishing};
 use super::ranks::{GroupKind, Heads, Mapping, Tp, handshake_ranks, reader_ranks};
@@ -71,9 +70,6 @@ pub struct PeerMap {
     finishing: Option<Finishing>,
     consumers: u32,
     completions: u32,
-    logical_blocks: (u32, u32),
-    bases: Vec<u64>,
-    device: u64,
 }
 
 impl PeerMap {
@@ -145,14 +141,6 @@ impl PeerMap {
             Op::Read => (tp, peer(ranks[0])?),
             Op::Write => (peer(ranks[0])?, tp),
         };
-        let logical = |geometries: &mut dyn Iterator<Item = &Geometry>| {
-            let most =
-                |geometry: &Geometry| geometry.regions().iter().map(|region| region.blocks).max();
-            geometries
-                .map(|geometry| most(geometry).unwrap_or(0) / geometry.kernel_per_logical())
-                .max()
-                .unwrap_or(0)
-        };
         Ok(PeerMap {
             op,
             units,
@@ -160,15 +148,9 @@ impl PeerMap {
             kernel_per_logical: ours.kernel_per_logical(),
             clips: options.groups.iter().map(|(_, clip)| *clip).collect(),
             finishing: finishing(op, local, tp, ratio, layout)?,
-            consumers: Mapping::new(reader, source.size(), source.dcp(), Heads::Replicated, &[])?
+            consumers: Mapping::new(reader, source.size(), source.dcp(), Heads::Replicated)?
                 .consumers(),
             completions: remote.pp_size.saturating_mul((source.size() / reader.size()).max(1)),
-            logical_blocks: (
-                logical(&mut std::iter::once(ours)),
-                logical(&mut remote.ranks.iter().map(|(_, geometry)| geometry)),
-            ),
-            bases: ours.regions().iter().map(|region| region.base).collect(),
-            device: ours.device(),
             sources,
         })
     }
@@ -207,12 +189,6 @@ impl PeerMap {
         self.completions
     }
 
-    /// Returns the number of logical blocks in the largest pools, here and at the peer. A region
-    /// may have fewer: [`moves`](PeerMap::moves) and [`pairings`](PeerMap::pairings) check each.
-    pub fn logical_blocks(&self) -> (u32, u32) {
-        self.logical_blocks
-    }
-
     /// Returns the common division of a sequence on both sides.
     pub fn units(&self) -> Units {
         self.units
@@ -226,12 +202,6 @@ impl PeerMap {
     /// Returns the work on this rank's blocks after they are filled; `None` if it writes.
     pub fn finishing(&self) -> Option<&Finishing> {
         self.finishing.as_ref()
-    }
-
-    /// Returns the rows of the local descriptor list for a source, in the order of
-    /// [`Source::lanes`].
-    pub fn local_rows(&self, source: &Source) -> Vec<Row> {
-        source.lanes.iter().map(|lane| row(lane.local, &self.bases, self.device)).collect()
     }
 }
 

@@ -109,31 +109,6 @@ impl BlockShape {
     }
 }
 
-/// Permutes a block from heads before tokens (LBHNC, HND) to tokens before heads (LBNHC, NHD).
-/// Errors: `Invalid` for other lengths.
-pub fn to_tokens_outermost(block: &[u8], shape: BlockShape, output: &mut [u8]) -> Result<()> {
-    permute_axes(block, &[shape.heads, shape.tokens], &[1, 0], shape.content, output)
-}
-
-/// Permutes a block from tokens before heads (LBNHC, NHD) to heads before tokens (LBHNC, HND).
-/// Errors: `Invalid` for other lengths.
-pub fn to_heads_outermost(block: &[u8], shape: BlockShape, output: &mut [u8]) -> Result<()> {
-    permute_axes(block, &[shape.tokens, shape.heads], &[1, 0], shape.content, output)
-}
-
-/// Merges `ratio` consecutive blocks with heads before tokens into one block of the same layout.
-/// `shape` is the shape of the large block. Blocks with tokens before heads need no merging.
-/// Errors: `Invalid` for other lengths, and tokens that `ratio` does not divide.
-pub fn merge_sub_blocks(
-    blocks: &[u8],
-    shape: BlockShape,
-    ratio: usize,
-    output: &mut [u8],
-) -> Result<()> {
-    let tokens = sub_block_tokens(shape, ratio)?;
-    permute_axes(blocks, &[ratio, shape.heads, tokens], &[1, 0, 2], shape.content, output)
-}
-
 fn sub_block_tokens(shape: BlockShape, ratio: usize) -> Result<usize> {
     if ratio > 0 && shape.tokens.is_multiple_of(ratio) {
         return Ok(shape.tokens / ratio);

@@ -1,8 +1,6 @@
 //! The ranks of a producer that a rank of a consumer reads from, and the piece of a block that each
 //! of them holds.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use crate::ids::MAX_RANKS;
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -88,14 +86,9 @@ pub enum GroupKind {
 /// The ranks of a producer that one rank of a consumer reads from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
-    sources_per_group: Vec<Vec<u32>>,
-    sources: Vec<u32>,
     attention: Vec<u32>,
-    slots: BTreeMap<u32, u32>,
     rank_offset: u32,
     consumers: u32,
-    handshake: Vec<u32>,
-    ratio: i64,
 }
 
 impl Mapping {
@@ -105,13 +98,7 @@ impl Mapping {
     /// # Errors
     /// `Invalid` for sizes of which neither divides the other, zero heads, and context parallelism
     /// with sharded heads.
-    pub fn new(
-        consumer: Tp,
-        producer_size: u32,
-        producer_dcp: u32,
-        heads: Heads,
-        groups: &[GroupKind],
-    ) -> Result<Self> {
+    pub fn new(consumer: Tp, producer_size: u32, producer_dcp: u32, heads: Heads) -> Result<Self> {
         let handshake = handshake_ranks(consumer, producer_size, producer_dcp)?;
         if heads == Heads::Sharded(0) {
             return Err(invalid("a cache needs at least one KV head"));
@@ -122,60 +109,21 @@ impl Mapping {
             ));
         }
         let attention = match heads {
-            Heads::Replicated if producer_dcp > 1 => handshake.clone(),
+            Heads::Replicated if producer_dcp > 1 => handshake,
             Heads::Replicated => vec![handshake[0]],
             Heads::Sharded(heads) => first_of_each_head(&handshake, heads, producer_size),
         };
-        let state: &[u32] = if consumer.size < producer_size { &handshake } else { &attention };
-        let sources_per_group: Vec<Vec<u32>> = groups
-            .iter()
-            .map(|group| match group {
-                GroupKind::Attention => attention.clone(),
-                GroupKind::StateSpace => state.to_vec(),
-            })
-            .collect();
-        // A consumer without groups still reads attention: the mapping of a single region passes
-        // none.
-        let sources: BTreeSet<u32> = match groups {
-            [] => attention.iter().copied().collect(),
-            _ => sources_per_group.iter().flatten().copied().collect(),
-        };
-        let slots = sources
-            .iter()
-            .map(|rank| (*rank, slot(*rank, &attention, heads, producer_size)))
-            .collect();
         Ok(Mapping {
-            sources: sources.into_iter().collect(),
-            sources_per_group,
-            slots,
+            attention,
             rank_offset: rank_offset(consumer, producer_size, heads),
             consumers: consumers(consumer, producer_size, producer_dcp),
-            ratio: ratio(consumer.size, producer_size),
-            attention,
-            handshake,
         })
-    }
-
-    /// Returns, for each group, the ranks that it is read from. The position of a rank in the list
-    /// is the piece of the local block that it fills.
-    pub fn sources_per_group(&self) -> &[Vec<u32>] {
-        &self.sources_per_group
     }
 
     /// Returns the ranks that attention is read from, in the order of the pieces of the local
     /// block.
     pub fn attention_sources(&self) -> &[u32] {
         &self.attention
-    }
-
-    /// Returns all ranks that are read from, in ascending order.
-    pub fn sources(&self) -> &[u32] {
-        &self.sources
-    }
-
-    /// Returns the piece of the local attention block that each source fills.
-    pub fn slots(&self) -> &BTreeMap<u32, u32> {
-        &self.slots
     }
 
     /// Returns the position of this rank's heads in the producer's block, in units of the local
@@ -188,17 +136,6 @@ impl Mapping {
     /// completion notification.
     pub fn consumers(&self) -> u32 {
         self.consumers
-    }
-
-    /// Returns the ranks for handshakes. Ranks that are not read from get a bare notification.
-    pub fn handshake_ranks(&self) -> &[u32] {
-        &self.handshake
-    }
-
-    /// Returns the consumer's size divided by the producer's if it is not smaller, otherwise the
-    /// negated inverse ratio.
-    pub fn ratio(&self) -> i64 {
-        self.ratio
     }
 }
 
@@ -243,13 +180,6 @@ fn first_of_each_head(ranks: &[u32], heads: u32, size: u32) -> Vec<u32> {
     first
 }
 
-fn slot(rank: u32, attention: &[u32], heads: Heads, size: u32) -> u32 {
-    let Heads::Sharded(heads) = heads else { return 0 };
-    let head = Heads::first(heads, rank, size);
-    let same_head = |source: &u32| Heads::first(heads, *source, size) == head;
-    attention.iter().position(same_head).unwrap_or(0) as u32
-}
-
 fn rank_offset(consumer: Tp, producer_size: u32, heads: Heads) -> u32 {
     let Heads::Sharded(heads) = heads else { return 0 };
     if consumer.size <= producer_size {
@@ -268,13 +198,6 @@ fn consumers(consumer: Tp, producer_size: u32, producer_dcp: u32) -> u32 {
         (_, 1) => (consumer.size / producer_size).max(1),
         (1, _) => consumer.size,
         (own, theirs) => (own / theirs).max(1),
-    }
-}
-
-fn ratio(consumer: u32, producer: u32) -> i64 {
-    match consumer >= producer {
-        true => i64::from(consumer / producer),
-        false => -i64::from(producer / consumer),
     }
 }
 
@@ -312,7 +235,7 @@ mod tests {
 
     fn offset(rank: u32, size: u32, producer: u32, heads: u32) -> u32 {
         let mapping =
-            Mapping::new(Tp::new(rank, size).unwrap(), producer, 1, Heads::Sharded(heads), &[]);
+            Mapping::new(Tp::new(rank, size).unwrap(), producer, 1, Heads::Sharded(heads));
         mapping.unwrap().rank_offset()
     }
 
@@ -328,11 +251,10 @@ mod tests {
 
     #[test]
     fn replicated_heads_are_read_once() {
-        let of =
-            |rank| Mapping::new(Tp::new(rank, 2).unwrap(), 8, 1, Heads::Sharded(4), &[]).unwrap();
+        let of = |rank| Mapping::new(Tp::new(rank, 2).unwrap(), 8, 1, Heads::Sharded(4)).unwrap();
         assert_eq!(of(0).attention_sources(), [0, 2]);
         assert_eq!(of(1).attention_sources(), [4, 6]);
-        assert_eq!(of(1).handshake_ranks(), [4, 5, 6, 7]);
+        assert_eq!(handshake_ranks(Tp::new(1, 2).unwrap(), 8, 1).unwrap(), [4, 5, 6, 7]);
     }
 
     // vLLM 43: a producer rank's consumer count equals the number of its readers
@@ -343,23 +265,23 @@ mod tests {
                 for (consumer_dcp, producer_dcp) in
                     [(1, 1), (consumer_size, 1), (1, producer_size), (consumer_size, producer_size)]
                 {
-                    let mappings: Vec<Mapping> = (0..consumer_size)
+                    let readers: Vec<_> = (0..consumer_size)
                         .map(|rank| {
-                            let tp = Tp::new(rank, consumer_size)
-                                .unwrap()
-                                .with_dcp(consumer_dcp)
-                                .unwrap();
-                            Mapping::new(tp, producer_size, producer_dcp, Heads::Replicated, &[])
-                                .unwrap()
+                            let tp = Tp::new(rank, consumer_size).unwrap();
+                            let tp = tp.with_dcp(consumer_dcp).unwrap();
+                            let heads = Heads::Replicated;
+                            let mapping = Mapping::new(tp, producer_size, producer_dcp, heads);
+                            let ranks = handshake_ranks(tp, producer_size, producer_dcp);
+                            (mapping.unwrap(), ranks.unwrap())
                         })
                         .collect();
                     for rank in 0..producer_size {
                         // Both readers and the bare notifications of MLA notify a rank.
                         let notifying =
-                            mappings.iter().filter(|m| m.handshake_ranks().contains(&rank)).count();
+                            readers.iter().filter(|(_, ranks)| ranks.contains(&rank)).count();
                         assert!(
-                            mappings.iter().all(|m| m.consumers() as usize == notifying),
-                            "{mappings:?} at {rank}"
+                            readers.iter().all(|(m, _)| m.consumers() as usize == notifying),
+                            "{readers:?} at {rank}"
                         );
                     }
                 }
@@ -378,9 +300,9 @@ mod tests {
         assert!(handshake_ranks(Tp::new(0, 1).unwrap(), 0, 1).is_err());
         assert!(handshake_ranks(Tp::new(0, 1).unwrap(), u32::MAX, 1).is_err());
         assert!(handshake_ranks(Tp::new(0, 4).unwrap(), 4, 2).is_err());
-        assert!(Mapping::new(Tp::new(0, 1).unwrap(), 1, 1, Heads::Sharded(0), &[]).is_err());
+        assert!(Mapping::new(Tp::new(0, 1).unwrap(), 1, 1, Heads::Sharded(0)).is_err());
         let sharded =
-            Mapping::new(Tp::new(0, 4).unwrap().with_dcp(4).unwrap(), 4, 4, Heads::Sharded(8), &[]);
+            Mapping::new(Tp::new(0, 4).unwrap().with_dcp(4).unwrap(), 4, 4, Heads::Sharded(8));
         assert_eq!(sharded.unwrap_err().kind(), ErrorKind::Invalid);
     }
 }

@@ -5,8 +5,10 @@ use kvx_core::{Indices, Op, Result};
 use kvx_vllm::ids::WorkerRank;
 use kvx_vllm::mapping::{
     BlockPairs, Caches, Clip, Geometry, GroupKind, Heads, KvLayout, KvTensors, LayerCache,
-    MappingOptions, MemoryType, Moves, PeerMap, RegionGrid, Remote, Row, Tokens, Tp,
+    MappingOptions, MemoryType, Moves, PeerMap, RegionGrid, Remote, Tokens, Tp,
 };
+
+use super::rows::{Row, descriptor_ids, local_rows, remote_rows};
 
 /// splitmix64: the same numbers from the same seed on every machine.
 pub(crate) struct Random(pub(crate) u64);
@@ -355,9 +357,10 @@ pub(crate) fn carry_out(
         let source = &map.sources()[rank.source];
         let (_, other) =
             others.iter_mut().find(|(at, _)| *at == source.rank()).expect("a rank of the peer");
-        let (local_rows, remote_rows) = (map.local_rows(source), source.remote_rows());
+        let local_rows = local_rows(source, own.geometry());
+        let remote_rows = remote_rows(source, other.geometry());
         for pairing in &rank.pairings {
-            let (local_ids, remote_ids) = source.descriptor_ids(pairing);
+            let (local_ids, remote_ids) = descriptor_ids(source, pairing);
             let mut ids = local_ids.into_iter().zip(remote_ids);
             assert_eq!(pairing.local.len(), pairing.remote.len());
             for (local, remote) in source.grids(pairing.set) {

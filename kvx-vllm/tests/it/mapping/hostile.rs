@@ -13,6 +13,7 @@ use kvx_vllm::mapping::{
 use kvx_vllm::wire::{NixlAgentMetadata, PackedMember};
 
 use super::cluster::{Random, lists};
+use super::rows::{local_rows, remote_rows};
 
 /// Returns a number that may break arithmetic.
 fn number(random: &mut Random) -> u64 {
@@ -176,8 +177,8 @@ fn no_geometry_leads_outside_of_a_region() {
                     within(there, theirs);
                 }
             }
-            let rows = map.local_rows(source).into_iter().chain(source.remote_rows());
-            assert!(rows.into_iter().all(|row| {
+            let rows = local_rows(source, local.geometry());
+            assert!(rows.into_iter().chain(remote_rows(source, theirs)).all(|row| {
                 row.address.checked_add((row.count - 1) * row.stride + row.len).is_some()
             }));
         }

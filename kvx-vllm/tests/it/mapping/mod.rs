@@ -8,3 +8,4 @@ mod moves;
 mod peers;
 mod permute;
 mod regions;
+pub(crate) mod rows;

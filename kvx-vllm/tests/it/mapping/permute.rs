@@ -2,9 +2,7 @@
 
 use kvx_core::ErrorKind;
 use kvx_testkit::test;
-use kvx_vllm::mapping::{
-    BlockShape, merge_sub_blocks, permute_axes, to_heads_outermost, to_tokens_outermost,
-};
+use kvx_vllm::mapping::{BlockShape, permute_axes};
 
 use super::cluster::Random;
 use crate::golden;
@@ -27,13 +25,12 @@ fn block(heads: usize, tokens: usize, dim: usize, element: usize) -> Vec<u8> {
 #[test]
 fn heads_and_tokens_change_places() {
     // Two heads, three tokens, two one-byte elements each, written out.
-    let shape = BlockShape { heads: 2, tokens: 3, content: 2 };
     let heads_first = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
     let tokens_first = [0, 1, 6, 7, 2, 3, 8, 9, 4, 5, 10, 11];
     let mut out = [0; 12];
-    to_tokens_outermost(&heads_first, shape, &mut out).unwrap();
+    permute_axes(&heads_first, &[2, 3], &[1, 0], 2, &mut out).unwrap();
     assert_eq!(out, tokens_first);
-    to_heads_outermost(&tokens_first, shape, &mut out).unwrap();
+    permute_axes(&tokens_first, &[3, 2], &[1, 0], 2, &mut out).unwrap();
     assert_eq!(out, heads_first);
 }
 
@@ -45,7 +42,9 @@ fn every_element_of_every_size_lands_where_it_belongs() {
             let shape = BlockShape::of_block(heads_first.len(), heads, tokens).unwrap();
             assert_eq!(shape.content, dim * element);
             let mut tokens_first = vec![0; heads_first.len()];
-            to_tokens_outermost(&heads_first, shape, &mut tokens_first).unwrap();
+            let swap = [1, 0];
+            permute_axes(&heads_first, &[heads, tokens], &swap, shape.content, &mut tokens_first)
+                .unwrap();
             for head in 0..heads {
                 for token in 0..tokens {
                     let from = (head * tokens + token) * shape.content;
@@ -57,7 +56,7 @@ fn every_element_of_every_size_lands_where_it_belongs() {
                 }
             }
             let mut back = vec![0; heads_first.len()];
-            to_heads_outermost(&tokens_first, shape, &mut back).unwrap();
+            permute_axes(&tokens_first, &[tokens, heads], &swap, shape.content, &mut back).unwrap();
             assert_eq!(back, heads_first);
         }
     }
@@ -78,16 +77,9 @@ fn small_blocks_become_one_large() {
             }
         }
         let mut merged = vec![0; large.len()];
-        merge_sub_blocks(&small, shape, ratio, &mut merged).unwrap();
+        let small_shape = [ratio, heads, tokens / ratio];
+        permute_axes(&small, &small_shape, &[1, 0, 2], shape.content, &mut merged).unwrap();
         assert_eq!(merged, large);
-        assert_eq!(
-            merge_sub_blocks(&small, shape, 3, &mut merged).unwrap_err().kind(),
-            ErrorKind::Invalid
-        );
-        assert_eq!(
-            merge_sub_blocks(&small, shape, 0, &mut merged).unwrap_err().kind(),
-            ErrorKind::Invalid
-        );
     }
 }
 
@@ -174,7 +166,7 @@ fn golden_blocks_of_vllm_hold_the_keys_and_values() {
         // In NHD, all heads of a token are adjacent.
         let mut tokens_first = vec![0; block_len];
         let shape = BlockShape::of_block(block_len, HEADS, tokens).unwrap();
-        to_tokens_outermost(&rows, shape, &mut tokens_first).unwrap();
+        permute_axes(&rows, &[HEADS, tokens], &[1, 0], shape.content, &mut tokens_first).unwrap();
         let word = |token: usize, head: usize, at: usize| {
             let at = ((token * HEADS + head) * 2 * DIM + at) * 4;
             f32::from_le_bytes(tokens_first[at..at + 4].try_into().unwrap())

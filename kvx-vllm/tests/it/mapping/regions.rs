@@ -10,6 +10,7 @@ use kvx_vllm::mapping::{
 };
 use kvx_vllm::wire::{NixlAgentMetadata, PackedMember};
 
+use super::rows::{descriptor_ids, remote_rows};
 use crate::golden;
 
 const MLA: Heads = Heads::Replicated;
@@ -184,15 +185,11 @@ fn one_row(names: &[&str], lens: &[u64]) -> NixlAgentMetadata {
 fn rows_of_a_peer_are_split_into_layers() {
     let names = ["layers.0", "layers.1", "layers.2", "layers.3"];
     let peer = Geometry::advertised(&one_row(&names, &[4096; 4])).unwrap();
-    let map = map(&rows(), &[peer], 1).unwrap();
-    let bases: Vec<u64> = map.sources()[0].remote_rows().iter().map(|row| row.address).collect();
+    let map = map(&rows(), std::slice::from_ref(&peer), 1).unwrap();
+    let made = remote_rows(&map.sources()[0], &peer);
+    let bases: Vec<u64> = made.iter().map(|row| row.address).collect();
     assert_eq!(bases, [0x70_0000, 0x70_1000, 0x70_2000, 0x70_3000]);
-    assert!(
-        map.sources()[0]
-            .remote_rows()
-            .iter()
-            .all(|row| row.stride == 4 * 4096 + 512 && row.len == 4096)
-    );
+    assert!(made.iter().all(|row| row.stride == 4 * 4096 + 512 && row.len == 4096));
     // A layer without a place in the row, and places outside it.
     let missing = Geometry::advertised(&one_row(&names[..3], &[4096; 3])).unwrap();
     assert_eq!(self::map(&rows(), &[missing], 1).unwrap_err().kind(), ErrorKind::Incompatible);
@@ -229,7 +226,7 @@ fn regions_of_different_capacity_are_bounded_by_their_own() {
     let ids: Vec<u64> = done.ranks[0]
         .pairings
         .iter()
-        .flat_map(|pairing| source.descriptor_ids(pairing).0)
+        .flat_map(|pairing| descriptor_ids(source, pairing).0)
         .collect();
     assert_eq!(ids, [2, 16, 13, 17]);
     assert_eq!(moves(lists(9, 3), lists(9, 4)).unwrap_err().kind(), ErrorKind::OutOfBounds);
@@ -389,7 +386,7 @@ fn golden_captured_metadata_is_a_geometry() {
     assert_eq!(*own.geometry(), decode);
     let map = map(&own, std::slice::from_ref(&prefill), 1).unwrap();
     assert_eq!(map.sources()[0].lanes().len(), metadata.kv_caches_base_addr.len());
-    let rows = map.sources()[0].remote_rows();
+    let rows = remote_rows(&map.sources()[0], &prefill);
     assert!(rows.iter().zip(prefill.regions()).all(|(row, region)| row.address == region.base));
     let mut again = metadata.clone();
     own.advertise(&mut again, Version::V0_32).unwrap();

@@ -1,6 +1,7 @@
 //! Engines without a model. The bytes of their pools name the request, layer and token that they
 //! belong to.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -238,12 +239,7 @@ impl Engine {
     }
 
     /// Counts the tokens in these blocks that do not belong to the request.
-    pub(crate) fn wrong(
-        &self,
-        request: u16,
-        blocks: &[u32],
-        tokens: std::ops::Range<u32>,
-    ) -> usize {
+    pub(crate) fn wrong(&self, request: u16, blocks: &[u32], tokens: Range<u32>) -> usize {
         self.parts().map(|part| part.wrong(request, blocks, tokens.clone())).sum()
     }
 
@@ -266,7 +262,7 @@ impl Part<'_> {
         &self,
         request: u16,
         blocks: &[u32],
-        tokens: std::ops::Range<u32>,
+        tokens: Range<u32>,
     ) -> impl Iterator<Item = (usize, [u8; CONTENT as usize])> {
         let heads = HEADS / self.tp;
         let block_len = u64::from(heads * BLOCK) * CONTENT;
@@ -290,12 +286,7 @@ impl Part<'_> {
         }
     }
 
-    pub(crate) fn wrong(
-        &self,
-        request: u16,
-        blocks: &[u32],
-        tokens: std::ops::Range<u32>,
-    ) -> usize {
+    pub(crate) fn wrong(&self, request: u16, blocks: &[u32], tokens: Range<u32>) -> usize {
         let wrong = self.each(request, blocks, tokens).filter(|(at, right)| {
             let mut bytes = [0; CONTENT as usize];
             self.pool.copy_out(*at, &mut bytes).unwrap();

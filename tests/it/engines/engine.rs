@@ -51,33 +51,19 @@ pub(crate) enum Order {
     Prefill { request: String, prompt: u64, tokens: u32 },
     /// Flips a bit of a published prompt, in its block with this index.
     Spoil { request: String, block: usize },
-    /// Begins to load a prompt whose first `cached` blocks are already here.
-    Decode {
-        request: String,
-        prompt: u64,
-        tokens: u32,
-        cached: u32,
-        params: Value,
-        within: Duration,
-    },
+    /// Begins to load a prompt.
+    Decode(LoadOrder),
     /// Begins a load and holds its digest check. The answer says whether it is held.
-    Check { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
+    Check(LoadOrder),
     /// Begins a load, and stops the process when some blocks have arrived and others have not.
     /// After the process continues, the answer says whether it was stopped. With `at_page` the
     /// writer blocks at a missing page; it must write to the page itself, not through a system
     /// call.
-    StopAmid {
-        request: String,
-        prompt: u64,
-        tokens: u32,
-        params: Value,
-        within: Duration,
-        at_page: bool,
-    },
+    StopAmid { load: LoadOrder, at_page: bool },
     /// Releases a held check.
     LetGo,
     /// Adds a request to the engine's queue, without blocks.
-    Arrive { request: String, prompt: u64, tokens: u32, params: Value, within: Duration },
+    Arrive(LoadOrder),
     /// Gives a queued request blocks. Its load begins, unless the request has already ended.
     Admit { request: String },
     /// Waits for the end of a load.
@@ -96,6 +82,17 @@ pub(crate) enum Order {
     ResourceUsage,
     /// Returns the engine's log.
     Log,
+}
+
+/// A load of a prompt whose first `cached` blocks are already here.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct LoadOrder {
+    pub(crate) request: String,
+    pub(crate) prompt: u64,
+    pub(crate) tokens: u32,
+    pub(crate) cached: u32,
+    pub(crate) params: Value,
+    pub(crate) within: Duration,
 }
 
 /// An answer of an engine, one line of JSON.
@@ -322,7 +319,7 @@ impl Engine {
                     .ok_or_else(|| refused("the prompt is not published or has fewer blocks"))?;
                 self.ranks.iter().try_for_each(|rank| rank.spoil(*block)).map(|()| Answer::Done)
             }
-            Order::Decode { request, prompt, tokens, cached, params, within } => {
+            Order::Decode(LoadOrder { request, prompt, tokens, cached, params, within }) => {
                 let params = parsed(&params)?;
                 let blocks = self.take(tokens)?;
                 let computed = (cached * self.shape.logical()).min(tokens);
@@ -336,7 +333,7 @@ impl Engine {
                 self.loads.insert(request, Load { fetch, begun, prompt, blocks, cached, tokens });
                 Ok(Answer::Done)
             }
-            Order::Check { request, prompt, tokens, params, within } => {
+            Order::Check(LoadOrder { request, prompt, tokens, params, within, .. }) => {
                 let params = parsed(&params)?;
                 let blocks = self.take(tokens)?;
                 // Fill the blocks with another prompt, also where the prefill has computed nothing,
@@ -354,7 +351,8 @@ impl Engine {
                 })?;
                 Ok(Answer::Held(held))
             }
-            Order::StopAmid { request, prompt, tokens, params, within, at_page } => {
+            Order::StopAmid { load, at_page } => {
+                let LoadOrder { request, prompt, tokens, params, within, .. } = load;
                 let params = parsed(&params)?;
                 let blocks = self.take(tokens)?;
                 let rank = &self.ranks[0];
@@ -379,7 +377,7 @@ impl Engine {
                 self.checks.let_go();
                 Ok(Answer::Done)
             }
-            Order::Arrive { request, prompt, tokens, params, within } => {
+            Order::Arrive(LoadOrder { request, prompt, tokens, params, within, .. }) => {
                 let begun = Instant::now();
                 queue::arrive(
                     &self.connector,

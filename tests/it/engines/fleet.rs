@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_testkit::{Child, Failure, Grandchild, Host, ResourceUsage};
 use serde_json::{Value, json};
 
-use crate::engines::engine::{Answer, Order, Spec};
+use crate::engines::engine::{Answer, LoadOrder, Order, Spec};
 use crate::engines::{apart, libraries};
 
 /// The environment variable with the settings of an engine's process.
@@ -144,9 +144,7 @@ impl Engine {
         params: &Value,
         within: Duration,
     ) -> Result<(), Failure> {
-        let Load { request, prompt, tokens, cached } = *load;
-        let (request, params) = (request.to_owned(), params.clone());
-        self.done(&Order::Decode { request, prompt, tokens, cached, params, within }, "a load")
+        self.done(&Order::Decode(load.order(params, within)), "a load")
     }
 
     /// Begins to load a prompt and holds its digest check. Returns whether the check is held.
@@ -156,9 +154,7 @@ impl Engine {
         params: &Value,
         within: Duration,
     ) -> Result<bool, Failure> {
-        let Load { request, prompt, tokens, .. } = *load;
-        let (request, params) = (request.to_owned(), params.clone());
-        match self.ask(&Order::Check { request, prompt, tokens, params, within }, CUT_OFF)? {
+        match self.ask(&Order::Check(load.order(params, within)), CUT_OFF)? {
             Answer::Held(held) => Ok(held),
             answer => other("a check", answer),
         }
@@ -177,11 +173,9 @@ impl Engine {
         params: &Value,
         within: Duration,
     ) -> Result<bool, Failure> {
-        let Load { request, prompt, tokens, .. } = *load;
-        let (request, params) = (request.to_owned(), params.clone());
         // With SHM the decode's own thread copies the blocks, without a system call.
         let at_page = self.spec.backends == ["SHM"];
-        let order = Order::StopAmid { request, prompt, tokens, params, within, at_page };
+        let order = Order::StopAmid { load: load.order(params, within), at_page };
         self.child.say(&serde_json::to_string(&order).expect("orders are JSON"))?;
         let until = Instant::now() + CUT_OFF;
         while !self.child.is_stopped()? {
@@ -212,9 +206,7 @@ impl Engine {
         params: &Value,
         within: Duration,
     ) -> Result<(), Failure> {
-        let Load { request, prompt, tokens, .. } = *load;
-        let (request, params) = (request.to_owned(), params.clone());
-        self.done(&Order::Arrive { request, prompt, tokens, params, within }, "an arrival")
+        self.done(&Order::Arrive(load.order(params, within)), "an arrival")
     }
 
     /// Gives a queued request blocks, unless it has already ended.
@@ -371,6 +363,12 @@ pub(crate) struct Load<'a> {
 impl<'a> Load<'a> {
     pub(crate) fn new(request: &'a str, prompt: u64, tokens: u32) -> Self {
         Load { request, prompt, tokens, cached: 0 }
+    }
+
+    fn order(&self, params: &Value, within: Duration) -> LoadOrder {
+        let Load { request, prompt, tokens, cached } = *self;
+        let (request, params) = (request.to_owned(), params.clone());
+        LoadOrder { request, prompt, tokens, cached, params, within }
     }
 }
 

@@ -214,7 +214,7 @@ fn golden_strided_rows() {
     // vLLM lists the parts of a block, and kvx moves blocks whole.
     let bytes = |rows: &[Row]| {
         let blocks = rows.iter().flat_map(|row| {
-            (0..row.count).map(|block| (row.device, row.address + block * row.stride, row.len))
+            (0..row.count).map(move |block| (row.device, row.address + block * row.stride, row.len))
         });
         let bytes = blocks
             .flat_map(|(device, start, len)| (start..start + len).map(move |at| (device, at)));

@@ -176,20 +176,14 @@ mod tests {
 
     #[test]
     fn altered_blobs_never_panic() {
-        let (whole, mut seed) = (blob(), 0x9e37_79b9_7f4a_7c15_u64);
-        let mut random = move || {
-            seed ^= seed << 13;
-            seed ^= seed >> 7;
-            seed ^= seed << 17;
-            seed
-        };
+        let (whole, mut random) = (blob(), kvx_testkit::Random::seeded(1));
         for _ in 0..20_000 {
             let mut altered = whole.clone();
-            for _ in 0..1 + random() % 4 {
-                let at = random() as usize % altered.len();
-                altered[at] = random() as u8;
+            for _ in 0..1 + random.below(4) {
+                let at = random.below(altered.len());
+                altered[at] = random.word() as u8;
             }
-            altered.truncate(random() as usize % (altered.len() + 1));
+            altered.truncate(random.below(altered.len() + 1));
             Blob::read(&altered).ok();
         }
     }

@@ -16,6 +16,8 @@ mod mooncake;
 mod params;
 mod parity;
 #[cfg(feature = "protocol")]
+mod random;
+#[cfg(feature = "protocol")]
 mod simulation;
 #[cfg(feature = "protocol")]
 mod wire;

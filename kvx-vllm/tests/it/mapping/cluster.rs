@@ -10,38 +10,6 @@ use kvx_vllm::mapping::{
 
 use super::rows::{Row, descriptor_ids, local_rows, remote_rows};
 
-/// splitmix64: the same numbers from the same seed on every machine.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    pub(crate) fn of<T: Copy>(&mut self, choices: &[T]) -> T {
-        choices[self.below(choices.len() as u64) as usize]
-    }
-
-    /// Returns distinct numbers below `limit`, in random order.
-    pub(crate) fn distinct(&mut self, count: usize, limit: u32) -> Vec<u32> {
-        let mut all: Vec<u32> = (0..limit).collect();
-        for at in 0..count {
-            let other = at + self.below((all.len() - at) as u64) as usize;
-            all.swap(at, other);
-        }
-        all.truncate(count);
-        all
-    }
-}
-
 /// The memory layout of K and V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Style {

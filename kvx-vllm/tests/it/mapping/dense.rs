@@ -5,20 +5,23 @@ use kvx_core::ErrorKind;
 use kvx_testkit::test;
 use kvx_vllm::mapping::{BlockRows, BlockShape, DenseShape, rows_from_block, rows_into_block};
 
-use super::cluster::Random;
+use crate::random::Random;
 
 /// Returns a random tensor shape: in either order, with or without gaps between heads or tokens.
 fn any_shape(random: &mut Random) -> DenseShape {
-    let (heads, tokens, row) =
-        (1 + random.below(4) as usize, 1 + random.below(40) as usize, random.of(&[1, 2, 4, 16]));
-    let gap = random.of(&[0, 0, 1, 7]);
+    let (heads, tokens, row) = (
+        1 + random.below(4) as usize,
+        1 + random.below(40) as usize,
+        random.one_of(&[1, 2, 4, 16]),
+    );
+    let gap = random.one_of(&[0, 0, 1, 7]);
     if random.below(2) == 0 {
         let token_stride = row + gap;
-        let head_stride = tokens * token_stride + random.of(&[0, 3]);
+        let head_stride = tokens * token_stride + random.one_of(&[0, 3]);
         DenseShape { heads, tokens, row, head_stride, token_stride }
     } else {
         let head_stride = row + gap;
-        let token_stride = heads * head_stride + random.of(&[0, 3]);
+        let token_stride = heads * head_stride + random.one_of(&[0, 3]);
         DenseShape { heads, tokens, row, head_stride, token_stride }
     }
 }
@@ -31,7 +34,8 @@ fn every_row_lands_where_index_arithmetic_says_and_comes_back() {
         let (heads, row) = (dense.heads, dense.row);
         let block_tokens = 1 + random.below(16) as usize;
         // K and V packed into the content, or only one of them.
-        let (content, start) = random.of(&[(row, 0), (2 * row, 0), (2 * row, row), (row + 5, 3)]);
+        let (content, start) =
+            random.one_of(&[(row, 0), (2 * row, 0), (2 * row, row), (row + 5, 3)]);
         let rows = BlockRows {
             shape: BlockShape { heads, tokens: block_tokens, content },
             heads_before_tokens: random.below(2) == 0,
@@ -39,9 +43,9 @@ fn every_row_lands_where_index_arithmetic_says_and_comes_back() {
         };
         let first = random.below(dense.tokens as u64) as usize;
         let count = (random.below(block_tokens as u64 + 1) as usize).min(dense.tokens - first);
-        let tensor: Vec<u8> = (0..dense.extent().unwrap()).map(|_| random.next() as u8).collect();
+        let tensor: Vec<u8> = (0..dense.extent().unwrap()).map(|_| random.word() as u8).collect();
         let before: Vec<u8> =
-            (0..heads * block_tokens * content).map(|_| random.next() as u8).collect();
+            (0..heads * block_tokens * content).map(|_| random.word() as u8).collect();
 
         let (mut wanted, mut wanted_back) = (before.clone(), vec![0xee; tensor.len()]);
         for head in 0..heads {

@@ -12,28 +12,29 @@ use kvx_vllm::mapping::{
 };
 use kvx_vllm::wire::{NixlAgentMetadata, PackedMember};
 
-use super::cluster::{Random, lists};
+use super::cluster::lists;
 use super::rows::{local_rows, remote_rows};
+use crate::random::Random;
 
 /// Returns a number that may break arithmetic.
 fn number(random: &mut Random) -> u64 {
     match random.below(6) {
-        0 => random.of(&[0, 1, u64::MAX, u64::MAX - 1, 1 << 63, 1 << 32, u64::from(u32::MAX)]),
-        1 => random.next(),
-        _ => random.of(&[16, 32, 64, 100, 128, 256, 4096]),
+        0 => random.one_of(&[0, 1, u64::MAX, u64::MAX - 1, 1 << 63, 1 << 32, u64::from(u32::MAX)]),
+        1 => random.word(),
+        _ => random.one_of(&[16, 32, 64, 100, 128, 256, 4096]),
     }
 }
 
 fn small(random: &mut Random) -> u32 {
     match random.below(8) {
-        0 => random.of(&[0, u32::MAX, u32::MAX - 1, 1 << 31, 1 << 16, 65_537]),
-        _ => random.of(&[1, 2, 3, 4, 8, 16]),
+        0 => random.one_of(&[0, u32::MAX, u32::MAX - 1, 1 << 31, 1 << 16, 65_537]),
+        _ => random.one_of(&[1, 2, 3, 4, 8, 16]),
     }
 }
 
 fn layout(random: &mut Random) -> KvLayout {
     match random.below(3) {
-        0 => random.of(&KvLayout::ALL),
+        0 => random.one_of(&KvLayout::ALL),
         _ => KvLayout::Lbhnc,
     }
 }
@@ -42,11 +43,11 @@ fn layout(random: &mut Random) -> KvLayout {
 fn local(random: &mut Random) -> Caches {
     let layers = 1 + random.below(4);
     let halves = random.below(4) == 0;
-    let block_len = random.of(&[64, 128, 256, 512]);
-    let block_stride = block_len + random.of(&[0, 0, 8, 64]);
+    let block_len = random.one_of(&[64, 128, 256, 512]);
+    let block_stride = block_len + random.one_of(&[0, 0, 8, 64]);
     let heads = match random.below(3) {
         0 => Heads::Replicated,
-        _ => Heads::Sharded(random.of(&[1, 2, 3, 4, 8])),
+        _ => Heads::Sharded(random.one_of(&[1, 2, 3, 4, 8])),
     };
     let layers = (0..layers).map(|at| {
         let base = 0x1000_0000 + at * 0x10_0000;
@@ -61,7 +62,7 @@ fn local(random: &mut Random) -> Caches {
             memory: MemoryType::Vram,
         }
     });
-    let (tokens, kernel) = (random.of(&[4, 8, 16]), random.of(&[1, 1, 2]));
+    let (tokens, kernel) = (random.one_of(&[4, 8, 16]), random.one_of(&[1, 1, 2]));
     Caches::of_layers(layers.collect(), layout(random), tokens, kernel, 0).unwrap()
 }
 
@@ -70,7 +71,7 @@ fn peer(random: &mut Random, local: &Caches, stages: u32) -> kvx_core::Result<Ge
     let ours = local.geometry();
     let wild = random.below(4);
     let mut regions: Vec<KvRegion> = ours.regions().to_vec();
-    let (scale, larger) = (random.of(&[1, 1, 2, 4]), random.below(2) == 0);
+    let (scale, larger) = (random.one_of(&[1, 1, 2, 4]), random.below(2) == 0);
     for region in &mut regions {
         region.block_len = if larger { region.block_len * scale } else { region.block_len / scale };
         region.block_stride = region.block_stride.max(region.block_len);
@@ -83,11 +84,14 @@ fn peer(random: &mut Random, local: &Caches, stages: u32) -> kvx_core::Result<Ge
             2 => region.block_stride = number(random),
             3 => region.blocks = small(random),
             4 => {
-                region.group =
-                    random.of(&[RegionGroup::Shared, RegionGroup::Of(0), RegionGroup::Of(u32::MAX)])
+                region.group = random.one_of(&[
+                    RegionGroup::Shared,
+                    RegionGroup::Of(0),
+                    RegionGroup::Of(u32::MAX),
+                ])
             }
             5 => region.packed = vec![("layers.0".into(), number(random), number(random))],
-            _ => region.layers = vec![random.of(&["layers.0", "layers.1", ""]).into()],
+            _ => region.layers = vec![random.one_of(&["layers.0", "layers.1", ""]).into()],
         }
     }
     if stages > 1 || random.below(10) == 0 {
@@ -98,7 +102,7 @@ fn peer(random: &mut Random, local: &Caches, stages: u32) -> kvx_core::Result<Ge
     let tokens = if random.below(6) == 0 {
         small(random)
     } else {
-        ours.block_tokens() / random.of(&[1, 1, 2, 4])
+        ours.block_tokens() / random.one_of(&[1, 1, 2, 4])
     };
     let kernel = if random.below(6) == 0 { small(random) } else { ours.kernel_per_logical() };
     let layout = if random.below(4) == 0 { layout(random) } else { ours.layout() };
@@ -124,11 +128,11 @@ fn no_geometry_leads_outside_of_a_region() {
         let mut random = Random(seed);
         let random = &mut random;
         let local = local(random);
-        let size = random.of(&[1, 1, 2, 4, 8]);
+        let size = random.one_of(&[1, 1, 2, 4, 8]);
         let tp = Tp::new(random.below(u64::from(size)) as u32, size).unwrap();
         let tp_size =
-            if random.below(10) == 0 { small(random) } else { random.of(&[1, 1, 2, 4, 8]) };
-        let pp_size = if random.below(10) == 0 { small(random) } else { random.of(&[1, 1, 2]) };
+            if random.below(10) == 0 { small(random) } else { random.one_of(&[1, 1, 2, 4, 8]) };
+        let pp_size = if random.below(10) == 0 { small(random) } else { random.one_of(&[1, 1, 2]) };
         let Ok(known) = handshake_ranks(tp, tp_size, 1) else { continue };
         let mut ranks = Vec::new();
         let count = pp_size.min(3);
@@ -143,19 +147,19 @@ fn no_geometry_leads_outside_of_a_region() {
                 }
             }
         }
-        let groups = random.of(&[1, 2, 2, 2, 3]);
+        let groups = random.one_of(&[1, 2, 2, 2, 3]);
         let options = MappingOptions {
             groups: vec![
                 (
                     GroupKind::Attention,
-                    random.of(&[Clip::Whole, Clip::Whole, Clip::Window])
+                    random.one_of(&[Clip::Whole, Clip::Whole, Clip::Window])
                 );
                 groups
             ],
             permute: random.below(2) == 0,
             host_buffer: random.below(8) == 0,
         };
-        let op = random.of(&[Op::Read, Op::Read, Op::Write]);
+        let op = random.one_of(&[Op::Read, Op::Read, Op::Write]);
         let dcp_size = if random.below(20) == 0 { small(random) } else { 1 };
         let Ok(map) = PeerMap::new(
             op,
@@ -248,13 +252,16 @@ fn no_metadata_makes_an_impossible_geometry() {
         metadata.region_num_blocks = (random.below(2) == 0).then(|| numbers(random));
         metadata.block_size = number(random);
         metadata.physical_blocks_per_logical_kv_block = small(random);
-        metadata.kv_cache_layout = random.of(&["LBHNC", "HND", "NHD", "LBHNC", "XYZ", ""]).into();
+        metadata.kv_cache_layout =
+            random.one_of(&["LBHNC", "HND", "NHD", "LBHNC", "XYZ", ""]).into();
         let ids = |random: &mut Random| {
-            (0..regions).map(|_| random.of(&[0, 1, -1, 0, 1, -1, -2, i64::MIN, i64::MAX])).collect()
+            (0..regions)
+                .map(|_| random.one_of(&[0, 1, -1, 0, 1, -1, -2, i64::MIN, i64::MAX]))
+                .collect()
         };
         metadata.region_group_ids = (random.below(2) == 0).then(|| ids(random));
         metadata.region_mem_types = (random.below(2) == 0).then(|| {
-            (0..regions).map(|_| random.of(&["VRAM", "DRAM", "VRAM", "?"]).into()).collect()
+            (0..regions).map(|_| random.one_of(&["VRAM", "DRAM", "VRAM", "?"]).into()).collect()
         });
         metadata.region_names =
             (random.below(2) == 0).then(|| (0..regions).map(|at| format!("layers.{at}")).collect());

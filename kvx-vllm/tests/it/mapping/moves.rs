@@ -6,7 +6,8 @@ use kvx_testkit::test;
 use kvx_vllm::ids::WorkerRank;
 use kvx_vllm::mapping::{Geometry, Heads, KvLayout, PeerMap, handshake_ranks};
 
-use super::cluster::{Engine, Model, Random, Rank, Request, Style, carry_out, options, remote};
+use super::cluster::{Engine, Model, Rank, Request, Style, carry_out, options, remote};
+use crate::random::Random;
 
 fn model(heads: Heads) -> Model {
     Model { heads, layers: vec![0; 3], groups: 1, draft: None, style: Style::Together }
@@ -228,26 +229,27 @@ fn every_element_arrives_between_engines_of_any_shape() {
         let sizes: Vec<u32> = vec![1, 2, 4, 8];
         let heads = match random.below(4) {
             0 => Heads::Replicated,
-            _ => Heads::Sharded(random.of(&[1, 2, 4, 8])),
+            _ => Heads::Sharded(random.one_of(&[1, 2, 4, 8])),
         };
-        let groups = random.of(&[1, 1, 2]);
+        let groups = random.one_of(&[1, 1, 2]);
         let count = 2 + random.below(3) as usize;
         let mut model = model(heads);
         model.groups = groups;
         model.layers = (0..count).map(|layer| (layer % groups) as u32).collect();
-        model.style = random.of(&[Style::Together, Style::Together, Style::Apart, Style::Halves]);
+        model.style =
+            random.one_of(&[Style::Together, Style::Together, Style::Apart, Style::Halves]);
         if heads == Heads::Replicated && random.below(3) == 0 {
             model.draft = Some((count - 1, Heads::Sharded(8)));
         }
         let make = |random: &mut Random| {
             let alike = model.draft.is_none() && model.style != Style::Apart;
             Engine {
-                tp: random.of(&sizes),
-                layout: random.of(&[KvLayout::Lbhnc, KvLayout::Lbhnc, KvLayout::Lbnhc]),
-                block_tokens: random.of(&[2, 4, 8]),
-                kernel_per_logical: random.of(&[1, 1, 2, 3]),
+                tp: random.one_of(&sizes),
+                layout: random.one_of(&[KvLayout::Lbhnc, KvLayout::Lbhnc, KvLayout::Lbnhc]),
+                block_tokens: random.one_of(&[2, 4, 8]),
+                kernel_per_logical: random.one_of(&[1, 1, 2, 3]),
                 blocks: 12,
-                padding: random.of(&[0, 0, 24]),
+                padding: random.one_of(&[0, 0, 24]),
                 rows: alike && groups == 1 && random.below(4) == 0,
                 shared_pool: alike && random.below(3) == 0 && groups > 1 && count == groups,
             }
@@ -267,7 +269,7 @@ fn every_element_arrives_between_engines_of_any_shape() {
         let stages = if model.style == Style::Apart || producer.shared_pool {
             1
         } else {
-            random.of(&[1, 1, 2])
+            random.one_of(&[1, 1, 2])
         };
         let permute = random.below(2) == 0;
         let request = request(random, &consumer, &producer, &model);

@@ -4,8 +4,8 @@ use kvx_core::ErrorKind;
 use kvx_testkit::test;
 use kvx_vllm::mapping::{BlockShape, permute_axes};
 
-use super::cluster::Random;
 use crate::golden;
+use crate::random::Random;
 
 /// Returns a block whose elements encode their head, token and dimension, in elements of this size,
 /// heads outermost.
@@ -91,9 +91,9 @@ fn any_order_of_dimensions_agrees_with_index_arithmetic() {
         let shape: Vec<usize> = (0..dimensions).map(|_| 1 + random.below(4) as usize).collect();
         let order: Vec<usize> =
             random.distinct(dimensions, dimensions as u32).iter().map(|at| *at as usize).collect();
-        let element = random.of(&[1, 2, 4]);
+        let element = random.one_of(&[1, 2, 4]);
         let count: usize = shape.iter().product();
-        let input: Vec<u8> = (0..count * element).map(|_| random.next() as u8).collect();
+        let input: Vec<u8> = (0..count * element).map(|_| random.word() as u8).collect();
         let mut output = vec![0; input.len()];
         permute_axes(&input, &shape, &order, element, &mut output).unwrap();
         for to in 0..count {

@@ -19,7 +19,6 @@ mod engine;
 mod memory;
 mod mooncake;
 mod nixl;
-mod random;
 mod world;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

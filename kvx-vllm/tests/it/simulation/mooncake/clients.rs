@@ -8,8 +8,8 @@ use kvx_vllm::params::{
 };
 
 use super::{MAY_WRITE_FOR, Mooncake};
+use crate::random::Random;
 use crate::simulation::engine::{Asked, End};
-use crate::simulation::random::Random;
 use crate::simulation::world::{DECODE, PREFILL, SECOND, Scenario, World};
 
 /// A client's own parts.

@@ -17,8 +17,8 @@ use kvx_vllm::wire::mooncake::{OlderPullRequest, PullRequest};
 
 use self::clients::Client;
 use self::wires::Wires;
+use crate::random::Random;
 use crate::simulation::engine::{Asked, Birth, End, Engine};
-use crate::simulation::random::Random;
 use crate::simulation::world::{
     At, DECODE, Link, MILLISECOND, PREFILL, Protocol, SECOND, Scenario, Summary, World,
 };
@@ -45,7 +45,7 @@ pub(crate) struct Mooncake {
 }
 
 pub(crate) fn drawn(seed: u64) -> World<Mooncake> {
-    let mut random = Random::new(seed);
+    let mut random = Random(seed);
     let own = Mooncake {
         older: seed % OLDER == OLDER - 1,
         foreign: random.percent(30),

@@ -15,8 +15,8 @@ use kvx_vllm::engine::{
 use kvx_vllm::params::{TransferMode, TransferParams};
 use kvx_vllm::wire::EngineNotification;
 
+use crate::random::Random;
 use crate::simulation::engine::{Asked, Birth, End, Engine};
-use crate::simulation::random::Random;
 use crate::simulation::world::{
     At, MILLISECOND, PREFILL, Protocol, SECOND, Scenario, Summary, World,
 };
@@ -39,7 +39,7 @@ pub(crate) struct Nixl {
 }
 
 pub(crate) fn drawn(seed: u64, generations: bool, among: &[Version]) -> World<Nixl> {
-    let mut random = Random::new(seed);
+    let mut random = Random(seed);
     let push = random.percent(25);
     let spoken: Vec<_> =
         among.iter().copied().filter(|version| !push || version.leases()).collect();

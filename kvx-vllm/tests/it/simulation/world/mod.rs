@@ -13,9 +13,9 @@ use kvx_vllm::engine::{Action, Connection, Move, MoveId, RequestId, Settings, Ti
 
 use self::clients::Client;
 use self::flights::Flight;
+use crate::random::Random;
 use crate::simulation::engine::{Asked, Birth, Clock, End, Engine, Half, address};
 use crate::simulation::memory::Memory;
-use crate::simulation::random::Random;
 
 pub(crate) const MILLISECOND: u64 = 1_000;
 pub(crate) const SECOND: u64 = 1_000 * MILLISECOND;

@@ -2,15 +2,10 @@
 
 use std::ops::Range;
 
-pub(crate) struct Random(u64);
+/// splitmix64: the same numbers from the same seed on every machine.
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        let mut random = Random(seed ^ 0x9e37_79b9_7f4a_7c15);
-        random.word();
-        random
-    }
-
     pub(crate) fn word(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -20,22 +15,37 @@ impl Random {
 
     /// Returns a number in the range, which must not be empty.
     pub(crate) fn within(&mut self, range: Range<u64>) -> u64 {
-        range.start + self.word() % (range.end - range.start)
+        range.start + self.below(range.end - range.start)
+    }
+
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.word() % limit
     }
 
     /// Returns true in `chance` percent of all calls.
     pub(crate) fn percent(&mut self, chance: u64) -> bool {
-        self.word() % 100 < chance
+        self.below(100) < chance
     }
 
     pub(crate) fn one_of<T: Copy>(&mut self, of: &[T]) -> T {
-        of[self.within(0..of.len() as u64) as usize]
+        of[self.below(of.len() as u64) as usize]
     }
 
     /// Returns a number that is usually near the start of the range, rarely far from it.
     pub(crate) fn skewed(&mut self, range: Range<u64>) -> u64 {
         let far = self.within(range.clone());
-        let shift = self.within(0..8);
+        let shift = self.below(8);
         range.start + ((far - range.start) >> shift)
+    }
+
+    /// Returns distinct numbers below `limit`, in random order.
+    pub(crate) fn distinct(&mut self, count: usize, limit: u32) -> Vec<u32> {
+        let mut all: Vec<u32> = (0..limit).collect();
+        for at in 0..count {
+            let other = at + self.below((all.len() - at) as u64) as usize;
+            all.swap(at, other);
+        }
+        all.truncate(count);
+        all
     }
 }

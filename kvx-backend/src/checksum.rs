@@ -5,7 +5,7 @@
 //! a hostile peer only the library's isolation helps ([`Isolation`](kvx_core::Isolation)).
 
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// Appends the checksum.
 pub fn append(mut bytes: Vec<u8>) -> Vec<u8> {
@@ -40,7 +40,7 @@ pub fn check_form(backend: &'static str, what: &str, found: u8, known: u8) -> Re
         "the peer's {backend} {what} has format {found}, but this release knows {known}: update \
          the older end"
     );
-    Err(Error::new(ErrorKind::Incompatible, why).with_backend(backend))
+    Err(ErrorKind::Incompatible.because(why).with_backend(backend))
 }
 
 /// Runs `decode` on 10,000 random messages. It must reject them without a checksum and survive them

@@ -5,17 +5,17 @@ use kvx_core::{Error, ErrorKind, Identity, Result};
 
 /// Returns the error of work on a transport that has been shut down.
 pub fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the transport has been shut down")
+    ErrorKind::Closed.because("the transport has been shut down")
 }
 
 /// Returns the error of work on a link that is lost.
 pub fn link_lost() -> Error {
-    Error::new(ErrorKind::PeerLost, "the link to the peer has ended: connect again")
+    ErrorKind::PeerLost.because("the link to the peer has ended: connect again")
 }
 
 /// Returns the error of metadata for an agent or incarnation other than the `linked` one.
 pub fn other_peer(linked: &Identity, named: &Identity) -> Error {
-    Error::new(ErrorKind::PeerRestarted, format!("this link leads to {linked:?}, not {named:?}"))
+    ErrorKind::PeerRestarted.because(format!("this link leads to {linked:?}, not {named:?}"))
 }
 
 /// Checks the length of a notification.
@@ -28,10 +28,10 @@ pub fn check_notification(bytes: &[u8]) -> Result<()> {
         return Ok(());
     }
     let why = format!("a notification has {len} bytes, and at most {MAX_NOTIFICATION} are allowed");
-    Err(Error::new(ErrorKind::Invalid, why))
+    Err(ErrorKind::Invalid.because(why))
 }
 
 /// Returns the error of opening a transport whose library is unavailable.
 pub fn unavailable(backend: &'static str, why: Unavailable) -> Error {
-    Error::new(ErrorKind::Unavailable, why.to_string()).with_backend(backend)
+    ErrorKind::Unavailable.because(why.to_string()).with_backend(backend)
 }

@@ -108,21 +108,21 @@ impl ProcessId {
                 "the peer is process {}, and names another one, {}",
                 peer.number, self.number
             );
-            Error::new(ErrorKind::PermissionDenied, why)
+            ErrorKind::PermissionDenied.because(why)
         };
         if !self.is_local()? || self.number != peer.number {
             return Err(other());
         }
         let Some(pidfd) = peer.pidfd else {
             let why = "the kernel does not let this process watch the peer's process";
-            return Err(Error::new(ErrorKind::Unsupported, why));
+            return Err(ErrorKind::Unsupported.because(why));
         };
         let pidfd = pidfd.try_clone_to_owned().map_err(no_descriptor)?;
         let started = start_time(self.number).map_err(no_descriptor)?;
         let watch = ProcessWatch { pidfd, number: self.number };
         // The number belonged to the peer when the start time was read, unless the peer has ended.
         if watch.has_ended() {
-            return Err(Error::new(ErrorKind::PeerLost, "the peer's process has ended"));
+            return Err(ErrorKind::PeerLost.because("the peer's process has ended"));
         }
         if started == Some(self.started) { Ok(watch) } else { Err(other()) }
     }

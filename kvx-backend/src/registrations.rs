@@ -116,7 +116,7 @@ mod tests {
         fn close(self) -> Result<()> {
             if self.stuck {
                 std::mem::forget(self.open);
-                return Err(Error::new(ErrorKind::Native, "busy"));
+                return Err(ErrorKind::Native.because("busy"));
             }
             Ok(())
         }

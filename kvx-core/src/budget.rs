@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::completion::Promise;
 use crate::fault_injection::injected;
 use crate::sync::{Condvar, Mutex};
-use crate::{Deadline, Error, ErrorKind, Result};
+use crate::{Deadline, ErrorKind, Result};
 
 /// Limits on what an agent has in flight; see
 /// [`AgentBuilder::budget`](crate::AgentBuilder::budget).
@@ -57,17 +57,14 @@ impl Budget {
     pub(crate) fn take(&self, description: usize) -> Result<()> {
         let mut used = self.used.lock();
         if !self.fits(&used, description) && !injected("budget") {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                format!(
-                    "{} transfers with {} bytes of descriptions are in flight, the budget is {} \
-                     and {}: wait with post_wait, or raise it when the agent is built",
-                    used.transfers,
-                    used.description_bytes,
-                    self.limits.transfers,
-                    self.limits.description_bytes
-                ),
-            ));
+            return Err(ErrorKind::Busy.because(format!(
+                "{} transfers with {} bytes of descriptions are in flight, the budget is {} and \
+                 {}: wait with post_wait, or raise it when the agent is built",
+                used.transfers,
+                used.description_bytes,
+                self.limits.transfers,
+                self.limits.description_bytes
+            )));
         }
         used.transfers += 1;
         used.description_bytes += description;

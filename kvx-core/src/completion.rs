@@ -115,7 +115,7 @@ impl<T> Promise<T> {
 }
 
 fn taken() -> Error {
-    Error::new(ErrorKind::Invalid, "an earlier await took the result: keep it")
+    ErrorKind::Invalid.because("an earlier await took the result: keep it")
 }
 
 impl<T> Completion<T> {
@@ -174,10 +174,8 @@ impl<T> Completion<T> {
                 return state.result.take().unwrap_or_else(|| Err(taken()));
             }
             if until.is_some_and(|until| until <= std::time::Instant::now()) {
-                return Err(Error::new(
-                    ErrorKind::TimedOut,
-                    "the wait ended before the operation; wait longer or await it",
-                ));
+                return Err(ErrorKind::TimedOut
+                    .because("the wait ended before the operation; wait longer or await it"));
             }
             state = self.0.finished.wait_until(state, until);
         }
@@ -206,10 +204,8 @@ impl Settle for Promise<()> {
     }
 
     fn forgotten(self: Arc<Self>) {
-        self.finish(Err(Error::new(
-            ErrorKind::Forgotten,
-            "the transport lost the operation: report this as a bug in the transport",
-        )));
+        self.finish(Err(ErrorKind::Forgotten
+            .because("the transport lost the operation: report this as a bug in the transport")));
     }
 }
 
@@ -230,7 +226,7 @@ impl<T: Send, F: Fn() -> Error + Send + Sync> Expire for TimedPromise<T, F> {
         if matches!(reason, Reason::Shutdown)
             && let Some(promise) = self.promise.upgrade()
         {
-            promise.finish(Err(Error::new(ErrorKind::Closed, "the agent was shut down meanwhile")));
+            promise.finish(Err(ErrorKind::Closed.because("the agent was shut down meanwhile")));
         }
     }
 }
@@ -263,7 +259,7 @@ mod tests {
         let begun = Instant::now();
         let promise = Promise::<()>::new();
         promise.by(&clock, Duration::from_millis(20).into(), || {
-            Error::new(ErrorKind::StillShared, "its own")
+            ErrorKind::StillShared.because("its own")
         });
         let error = Completion::of(Arc::clone(&promise)).join().unwrap_err();
         assert_eq!(error.kind(), ErrorKind::StillShared, "{error}");

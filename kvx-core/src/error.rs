@@ -136,6 +136,11 @@ impl ErrorKind {
             ErrorKind::Native => "native",
         }
     }
+
+    /// Creates an error of this kind, as [`Error::new`] does.
+    pub fn because(self, sentence: impl Into<Cow<'static, str>>) -> Error {
+        Error::new(self, sentence)
+    }
 }
 
 /// An error: its [`ErrorKind`], a message that says what to do next, and the operation, peer,
@@ -199,7 +204,7 @@ impl Error {
     pub fn os(sentence: impl Into<Cow<'static, str>>, error: impl Into<std::io::Error>) -> Self {
         let error = error.into();
         let native = error.raw_os_error().map(|code| (i64::from(code), error.to_string()));
-        let mut this = Error::new(ErrorKind::Native, sentence);
+        let mut this = ErrorKind::Native.because(sentence);
         if let Some((code, text)) = native {
             this = this.with_native(code, text);
         }
@@ -365,7 +370,7 @@ mod tests {
 
     #[test]
     fn an_error_names_all_it_knows_and_nothing_else() {
-        let bare = Error::new(ErrorKind::Busy, "too many transfers in flight");
+        let bare = ErrorKind::Busy.because("too many transfers in flight");
         assert_eq!(bare.to_string(), "too many transfers in flight");
         let full = bare
             .with_operation("post")
@@ -380,8 +385,7 @@ mod tests {
 
     #[test]
     fn the_first_named_backend_stays() {
-        let error =
-            Error::new(ErrorKind::Native, "refused").with_backend("TCP").with_backend("SHM");
+        let error = ErrorKind::Native.because("refused").with_backend("TCP").with_backend("SHM");
         assert_eq!(error.backend(), Some("TCP"));
     }
 

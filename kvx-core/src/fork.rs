@@ -1,7 +1,7 @@
 //! Fork detection. A forked child has none of the threads that kvx needs, so its calls return an
 //! error instead of hanging.
 
-use crate::{Error, ErrorKind, Result};
+use crate::{ErrorKind, Result};
 
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 mod imp {
@@ -309,8 +309,7 @@ pub fn check() -> Result<()> {
     if count() == 0 {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Forked,
+    Err(ErrorKind::Forked.because(
         "this process is a fork of one that uses kvx: start a new program (exec) and build an \
          agent there",
     ))

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use crate::fault_injection::injected;
-use crate::{Error, ErrorKind, MemoryKind, Result, fork};
+use crate::{ErrorKind, MemoryKind, Result, fork};
 
 /// A range of memory that grids lie on: a [`Region`](crate::Region) or a
 /// [`PeerRegion`](crate::PeerRegion).
@@ -99,31 +99,24 @@ impl Grid {
     /// does not fit.
     pub fn check(&self, len: u64) -> Result<()> {
         if self.length == 0 {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "a grid with length 0: blocks have at least one byte",
-            ));
+            return Err(
+                ErrorKind::Invalid.because("a grid with length 0: blocks have at least one byte")
+            );
         }
         if self.count > 1 && self.stride < self.length {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "a grid with stride {} below its length {}: blocks would overlap",
-                    self.stride, self.length
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "a grid with stride {} below its length {}: blocks would overlap",
+                self.stride, self.length
+            )));
         }
         match self.end() {
             Some(end) if end <= len => Ok(()),
             _ if injected("bounds") => Ok(()),
-            _ => Err(Error::new(
-                ErrorKind::OutOfBounds,
-                format!(
-                    "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into \
-                     a region of {len} bytes",
-                    self.count, self.length, self.stride, self.base
-                ),
-            )),
+            _ => Err(ErrorKind::OutOfBounds.because(format!(
+                "a grid of {} blocks of {} bytes, stride {}, from offset {} does not fit into a \
+                 region of {len} bytes",
+                self.count, self.length, self.stride, self.base
+            ))),
         }
     }
 }
@@ -306,20 +299,14 @@ impl<R: Place + Clone> GridSet<R> {
     fn of_equal_counts(self) -> Result<Self> {
         let grids = &self.grids;
         let Some((_, first)) = grids.first() else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "a grid set of no grids: join at least one",
-            ));
+            return Err(ErrorKind::Invalid.because("a grid set of no grids: join at least one"));
         };
         if let Some((_, other)) = grids.iter().find(|(_, grid)| grid.count != first.count) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "a grid set shares one index list, but its grids have {} and {} blocks: make a \
-                     set of each",
-                    first.count, other.count
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "a grid set shares one index list, but its grids have {} and {} blocks: make a set \
+                 of each",
+                first.count, other.count
+            )));
         }
         Ok(self)
     }

@@ -172,13 +172,9 @@ pub struct Sender<'a> {
 /// `Invalid` for any other name.
 pub(crate) fn checked_name(what: &str, name: &str) -> Result<Arc<str>> {
     if name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control) {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control \
-                 characters"
-            ),
-        ));
+        return Err(ErrorKind::Invalid.because(format!(
+            "{what} {name:?} is not a name: use 1 to {MAX_NAME} bytes without control characters"
+        )));
     }
     Ok(name.into())
 }
@@ -209,10 +205,9 @@ fn random_bytes() -> Result<[u8; 16]> {
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| Error::os("the operating system gave no random bytes", error))?;
     if got != bytes.len() {
-        return Err(Error::new(
-            ErrorKind::Native,
-            "the operating system gave too few random bytes; try again",
-        ));
+        return Err(
+            ErrorKind::Native.because("the operating system gave too few random bytes; try again")
+        );
     }
     Ok(bytes)
 }

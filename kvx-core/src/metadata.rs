@@ -12,7 +12,7 @@ use crate::fault_injection::injected;
 use crate::identity::{Generation, Identity, Incarnation, Invitation, RegionId, RegionKey};
 use crate::memory::DeviceId;
 use crate::wire::{Reader, Writer};
-use crate::{Error, ErrorKind, MemoryKind, Result};
+use crate::{ErrorKind, MemoryKind, Result};
 
 const MAGIC: [u8; 4] = *b"KVXM";
 const REGION_MAGIC: [u8; 4] = *b"KVXR";
@@ -114,10 +114,8 @@ impl Metadata {
             if is <= max {
                 return Ok(());
             }
-            Err(Error::new(
-                ErrorKind::Exhausted,
-                format!("{is} {what} in one agent's metadata, at most {max} are allowed"),
-            ))
+            Err(ErrorKind::Exhausted
+                .because(format!("{is} {what} in one agent's metadata, at most {max} are allowed")))
         };
         limit("regions", self.regions.len(), MAX_REGIONS)?;
         limit("backends", self.backends.len(), MAX_BACKENDS)?;
@@ -211,13 +209,10 @@ impl Metadata {
                     return Err(value.malformed("more sections of a kind than allowed"));
                 }
                 unknown if unknown & CRITICAL != 0 && !injected("critical") => {
-                    return Err(Error::new(
-                        ErrorKind::Incompatible,
-                        format!(
-                            "the peer's metadata needs section {unknown:#x}, which this kvx does \
-                             not know: upgrade this kvx"
-                        ),
-                    ));
+                    return Err(ErrorKind::Incompatible.because(format!(
+                        "the peer's metadata needs section {unknown:#x}, which this kvx does not \
+                         know: upgrade this kvx"
+                    )));
                 }
                 _ => continue,
             }
@@ -249,7 +244,7 @@ impl Metadata {
         self.invited.ok_or_else(|| {
             let why = "the peer's metadata has no invitation, so its agent would not admit this \
                        one: an old release of kvx wrote it; upgrade the peer";
-            Error::new(ErrorKind::Incompatible, why)
+            ErrorKind::Incompatible.because(why)
         })
     }
 
@@ -275,13 +270,10 @@ fn section(out: &mut Vec<u8>, tag: u16, write: impl FnOnce(&mut Vec<u8>)) {
 /// `Exhausted` if a backend's bytes for the region are too long.
 pub(crate) fn encode_region(owner: &Identity, region: &RegionInfo) -> Result<Vec<u8>> {
     if let Some((_, export)) = region.exports.iter().find(|(_, export)| export.len() > MAX_EXPORT) {
-        return Err(Error::new(
-            ErrorKind::Exhausted,
-            format!(
-                "{} bytes of a region's export, at most {MAX_EXPORT} are allowed",
-                export.len()
-            ),
-        ));
+        return Err(ErrorKind::Exhausted.because(format!(
+            "{} bytes of a region's export, at most {MAX_EXPORT} are allowed",
+            export.len()
+        )));
     }
     let mut out = Vec::with_capacity(128);
     out.put(&REGION_MAGIC);
@@ -319,15 +311,12 @@ fn check_versions(oldest: u16, newest: u16) -> Result<()> {
     if oldest <= *VERSIONS.end() && newest >= *VERSIONS.start() {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Incompatible,
-        format!(
-            "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: \
-             upgrade the older of the two",
-            VERSIONS.start(),
-            VERSIONS.end()
-        ),
-    ))
+    Err(ErrorKind::Incompatible.because(format!(
+        "the peer's metadata is of versions {oldest} to {newest}, this kvx reads {} to {}: upgrade \
+         the older of the two",
+        VERSIONS.start(),
+        VERSIONS.end()
+    )))
 }
 
 fn put_region(out: &mut Vec<u8>, region: &RegionInfo) {

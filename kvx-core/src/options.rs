@@ -40,13 +40,10 @@ impl Options {
     pub fn parse(text: &str) -> Result<Self> {
         match serde_json::from_str(text) {
             Ok(Value::Object(object)) => Ok(Options(object)),
-            Ok(_) => Err(Error::new(
-                ErrorKind::Invalid,
-                "options are a JSON object: write {\"tcp\": {…}}",
-            )),
-            Err(error) => {
-                Err(Error::new(ErrorKind::Invalid, format!("options are not JSON: {error}")))
+            Ok(_) => {
+                Err(ErrorKind::Invalid.because("options are a JSON object: write {\"tcp\": {…}}"))
             }
+            Err(error) => Err(ErrorKind::Invalid.because(format!("options are not JSON: {error}"))),
         }
     }
 
@@ -95,10 +92,8 @@ impl Options {
             None | Some(Value::Null) => None,
             Some(Value::Object(object)) => Some(object),
             Some(other) => {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    format!("option {name:?} is {other}; write an object {{…}}"),
-                ));
+                return Err(ErrorKind::Invalid
+                    .because(format!("option {name:?} is {other}; write an object {{…}}")));
             }
         };
         for key in object.into_iter().flat_map(Map::keys) {
@@ -106,10 +101,8 @@ impl Options {
                 let hint = nearest(key, known.iter().copied())
                     .map_or_else(String::new, |near| format!("did you mean \"{name}.{near}\"? "));
                 let known = known.join(", ");
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    format!("\"{name}.{key}\" is not an option; {hint}known: {known}"),
-                ));
+                return Err(ErrorKind::Invalid
+                    .because(format!("\"{name}.{key}\" is not an option; {hint}known: {known}")));
             }
         }
         Ok(Table { name, object })
@@ -130,10 +123,8 @@ impl<'a> Table<'a> {
 
     fn wrong(&self, key: &str, found: &Value, wanted: &str) -> Error {
         let dot = if self.name.is_empty() { "" } else { "." };
-        Error::new(
-            ErrorKind::Invalid,
-            format!("option \"{}{dot}{key}\" is {found}; write {wanted}", self.name),
-        )
+        ErrorKind::Invalid
+            .because(format!("option \"{}{dot}{key}\" is {found}; write {wanted}", self.name))
     }
 
     /// Returns a string; `None` if the key is absent or null.

@@ -1,7 +1,7 @@
 //! Detects overlapping destinations of a plan, and counts the runs of an index list.
 
 use crate::grid::{Grid, Indices};
-use crate::{Error, ErrorKind, Result};
+use crate::{ErrorKind, Result};
 
 /// The destinations in one grid. `space` identifies the address space: the host's, or one region of
 /// a peer.
@@ -88,15 +88,12 @@ fn disjoint(group: &[&Destination<'_>]) -> Result<()> {
     blocks.sort_unstable();
     match blocks.windows(2).find(|pair| pair[0].1 > pair[1].0) {
         None => Ok(()),
-        Some(pair) => Err(Error::new(
-            ErrorKind::Overlap,
-            format!(
-                "two destinations of the plan overlap, {} bytes apart and {} bytes long: the \
-                 result would be undefined",
-                pair[1].0 - pair[0].0,
-                pair[0].1 - pair[0].0
-            ),
-        )),
+        Some(pair) => Err(ErrorKind::Overlap.because(format!(
+            "two destinations of the plan overlap, {} bytes apart and {} bytes long: the result \
+             would be undefined",
+            pair[1].0 - pair[0].0,
+            pair[0].1 - pair[0].0
+        ))),
     }
 }
 
@@ -119,10 +116,9 @@ fn distinct(indices: &Indices) -> Result<()> {
     };
     match twice {
         None => Ok(()),
-        Some(index) => Err(Error::new(
-            ErrorKind::Overlap,
-            format!("block {index} is a destination twice: the result would be undefined"),
-        )),
+        Some(index) => Err(ErrorKind::Overlap.because(format!(
+            "block {index} is a destination twice: the result would be undefined"
+        ))),
     }
 }
 

@@ -12,7 +12,7 @@ use crate::operation::{Op, Size};
 use crate::overlap::{self, Destination};
 use crate::region::{PeerRegion, Region};
 use crate::sync::Mutex;
-use crate::{Error, ErrorKind, MemoryKind, Result, fork};
+use crate::{ErrorKind, MemoryKind, Result, fork};
 
 /// Pairs of local and remote blocks, checked once and immutable. Cheap to clone, and can be posted
 /// any number of times.
@@ -87,19 +87,14 @@ impl Plan {
         }
         let Some(peer) = build.remotes.first().map(|region: &PeerRegion| region.peer().clone())
         else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "a plan of no pairs: name at least one, its index lists may be empty",
-            ));
+            return Err(ErrorKind::Invalid
+                .because("a plan of no pairs: name at least one, its index lists may be empty"));
         };
         if let Some(other) = build.remotes.iter().find(|region| *region.peer() != peer) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "one plan for two peers, {peer:?} and {:?}: make a plan for each",
-                    other.peer()
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "one plan for two peers, {peer:?} and {:?}: make a plan for each",
+                other.peer()
+            )));
         }
         one_kind("local", build.locals.iter().map(Place::kind))?;
         one_kind("remote", build.remotes.iter().map(Place::kind))?;
@@ -108,10 +103,8 @@ impl Plan {
             Op::Write => writable("remote", &build.remotes)?,
         }
         if build.locals.iter().any(|region| !region.same_agent(&build.locals[0])) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "the local regions of a plan belong to different agents",
-            ));
+            return Err(ErrorKind::Invalid
+                .because("the local regions of a plan belong to different agents"));
         }
         build.check_destinations(op)?;
         let Build { pairs, locals, remotes, size } = build;
@@ -153,13 +146,10 @@ fn one_kind(side: &str, mut kinds: impl Iterator<Item = MemoryKind>) -> Result<(
     let first = kinds.next();
     match kinds.find(|kind| Some(*kind) != first) {
         None => Ok(()),
-        Some(other) => Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "the {side} side of a plan mixes {} and {other} memory: make a plan for each",
-                first.unwrap_or(MemoryKind::Host)
-            ),
-        )),
+        Some(other) => Err(ErrorKind::Invalid.because(format!(
+            "the {side} side of a plan mixes {} and {other} memory: make a plan for each",
+            first.unwrap_or(MemoryKind::Host)
+        ))),
     }
 }
 
@@ -186,35 +176,26 @@ impl Build {
     fn pair(&mut self, local: Blocks<Region>, remote: Blocks<PeerRegion>) -> Result<()> {
         let (ours, theirs) = (local.set.grids(), remote.set.grids());
         if ours.len() != theirs.len() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "a pair of {} local and {} remote grids: they pair one to one",
-                    ours.len(),
-                    theirs.len()
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "a pair of {} local and {} remote grids: they pair one to one",
+                ours.len(),
+                theirs.len()
+            )));
         }
         if let Some(((_, a), (_, b))) =
             ours.iter().zip(theirs).find(|((_, a), (_, b))| a.length != b.length)
         {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "a local block of {} bytes pairs with a remote one of {}: they must be equal",
-                    a.length, b.length
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "a local block of {} bytes pairs with a remote one of {}: they must be equal",
+                a.length, b.length
+            )));
         }
         if local.indices.len() != remote.indices.len() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "{} local and {} remote indices: they pair one to one",
-                    local.indices.len(),
-                    remote.indices.len()
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "{} local and {} remote indices: they pair one to one",
+                local.indices.len(),
+                remote.indices.len()
+            )));
         }
         for (side, indices, count) in [
             ("local", &local.indices, local.set.count()),
@@ -223,10 +204,9 @@ impl Build {
             if let Some(max) = indices.max()
                 && max >= count
             {
-                return Err(Error::new(
-                    ErrorKind::OutOfBounds,
-                    format!("the {side} index {max} lies beyond a grid of {count} blocks"),
-                ));
+                return Err(ErrorKind::OutOfBounds.because(format!(
+                    "the {side} index {max} lies beyond a grid of {count} blocks"
+                )));
             }
         }
         let blocks = local.indices.len() as u64;

@@ -78,10 +78,7 @@ impl Registry {
     pub fn add_shared(&mut self, factory: Arc<dyn Factory>) -> Result<&mut Self> {
         let name = factory.name();
         if self.factory(name).is_some() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("backend {name} is registered already"),
-            ));
+            return Err(ErrorKind::Invalid.because(format!("backend {name} is registered already")));
         }
         self.factories.push(factory);
         self.factories.sort_by_key(|factory| factory.placement().order);
@@ -135,10 +132,10 @@ impl Registry {
         let aliases = self.known.iter().flat_map(|known| known.aliases.iter().copied());
         let hint = nearest(written, self.names().into_iter().chain(aliases))
             .map_or_else(String::new, |near| format!("did you mean {near}? "));
-        Err(Error::new(
-            ErrorKind::UnknownBackend,
-            format!("backend \"{written}\" is unknown; {hint}known: {}", self.names().join(", ")),
-        ))
+        Err(ErrorKind::UnknownBackend.because(format!(
+            "backend \"{written}\" is unknown; {hint}known: {}",
+            self.names().join(", ")
+        )))
     }
 
     /// Returns the canonical name and the status of the backend that a user wrote.
@@ -192,19 +189,18 @@ impl BackendStatus {
     fn error(self, name: &'static str) -> Error {
         match self {
             _ if injected("one-error") => {
-                Error::new(ErrorKind::Unavailable, format!("backend {name} is unavailable"))
+                ErrorKind::Unavailable.because(format!("backend {name} is unavailable"))
             }
             BackendStatus::Unavailable(why) => {
-                Error::new(ErrorKind::Unavailable, format!("backend {name} is unavailable: {why}"))
+                ErrorKind::Unavailable.because(format!("backend {name} is unavailable: {why}"))
             }
-            BackendStatus::NotCompiled { feature } => Error::new(
-                ErrorKind::NotCompiled,
-                format!("backend {name} is not in this build: enable feature \"{feature}\""),
-            ),
-            BackendStatus::NotReleased | BackendStatus::Available(_) => Error::new(
-                ErrorKind::NotCompiled,
-                format!("backend {name} is not in this release: `kvx backends` lists what is"),
-            ),
+            BackendStatus::NotCompiled { feature } => ErrorKind::NotCompiled.because(format!(
+                "backend {name} is not in this build: enable feature \"{feature}\""
+            )),
+            BackendStatus::NotReleased | BackendStatus::Available(_) => ErrorKind::NotCompiled
+                .because(format!(
+                    "backend {name} is not in this release: `kvx backends` lists what is"
+                )),
         }
     }
 }

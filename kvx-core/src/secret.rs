@@ -79,10 +79,7 @@ impl Secret {
             )
         };
         let refused = |why: String| {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("the shared secret's file {} {why}", path.display()),
-            )
+            ErrorKind::Invalid.because(format!("the shared secret's file {} {why}", path.display()))
         };
         // Opening a pipe would block until it has a writer.
         if !std::fs::metadata(path).map_err(failed)?.is_file() {
@@ -114,7 +111,7 @@ impl Secret {
         if std::env::var_os("KVX_SECRET").is_some() {
             let why = "KVX_SECRET is set, but a secret comes only from a file: make one by \
                        `kvx secret FILE`, set KVX_SECRET_FILE to its path, and unset KVX_SECRET";
-            return Err(Error::new(ErrorKind::Invalid, why));
+            return Err(ErrorKind::Invalid.because(why));
         }
         std::env::var_os("KVX_SECRET_FILE").map(Secret::from_file).transpose()
     }

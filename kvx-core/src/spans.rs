@@ -6,7 +6,7 @@ use crate::grid::{Blocks, Grid, GridSet, Place};
 use crate::operation::Op;
 use crate::plan::Plan;
 use crate::region::{PeerRegion, Region};
-use crate::{Error, ErrorKind, Result};
+use crate::{ErrorKind, Result};
 
 /// A range of bytes in a local region, and a range of the same length in a peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,13 +93,9 @@ fn within(side: &str, offset: u64, len: u64, region: u64) -> Result<()> {
     if offset.checked_add(len).is_some_and(|end| end <= region) {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::OutOfBounds,
-        format!(
-            "a span of {len} bytes at {side} offset {offset} lies outside a region of {region} \
-             bytes"
-        ),
-    ))
+    Err(ErrorKind::OutOfBounds.because(format!(
+        "a span of {len} bytes at {side} offset {offset} lies outside a region of {region} bytes"
+    )))
 }
 
 /// Separates spans that are blocks of a common grid from the others.

@@ -77,7 +77,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
-    use crate::{Error, ErrorKind};
+    use crate::ErrorKind;
 
     #[derive(Default)]
     struct SettleCounts {
@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn a_settled_ticket_is_not_forgotten() {
         let counts = Arc::new(SettleCounts::default());
-        Ticket::of(counts.clone()).settle(Err(Error::new(ErrorKind::PeerLost, "gone")));
+        Ticket::of(counts.clone()).settle(Err(ErrorKind::PeerLost.because("gone")));
         assert_eq!(
             (counts.settled.load(Ordering::Relaxed), counts.forgotten.load(Ordering::Relaxed)),
             (1, 0)

@@ -23,7 +23,7 @@ impl<'a> Reader<'a> {
 
     /// Returns the error of a malformed message, with the reason `why`.
     pub fn malformed(&self, why: impl std::fmt::Display) -> Error {
-        Error::new(ErrorKind::Malformed, format!("malformed {}: {why}", self.what))
+        ErrorKind::Malformed.because(format!("malformed {}: {why}", self.what))
     }
 
     /// Returns the number of bytes left.

@@ -18,7 +18,7 @@ use crate::driver::{CopyDirection, DeviceInfo, Driver, StreamHandle};
 use kvx_backend::process::ProcessId;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{Direction, DmaBuf, Hop, IpcHandle, LinkProcess, Piece, Ticket};
-use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result};
+use kvx_core::{DeviceAccess, DeviceId, ErrorKind, Memory, MemoryKind, Result};
 
 /// A GPU, with kvx's thread and state for it. Pass it to an agent with
 /// [`AgentBuilder::device`](kvx_core::AgentBuilder::device).
@@ -134,14 +134,11 @@ impl Device {
         done: Ticket,
     ) {
         if to.count() != from.count() {
-            return done.settle(Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "{} blocks cannot become {}: give as many indices on both sides",
-                    from.count(),
-                    to.count()
-                ),
-            )));
+            return done.settle(Err(ErrorKind::Invalid.because(format!(
+                "{} blocks cannot become {}: give as many indices on both sides",
+                from.count(),
+                to.count()
+            ))));
         }
         let work = DeviceWork::Permute { to: to.clone(), from: from.clone(), swap };
         // SAFETY: guaranteed by the caller.
@@ -217,10 +214,7 @@ impl Device {
     fn around(&self, address: u64, len: usize) -> Result<(Range<u64>, bool)> {
         let allocation = self.driver.allocation(address)?;
         let end = address.checked_add(len as u64).filter(|_| len > 0).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("{len} bytes at {address:#x}: share at least one"),
-            )
+            ErrorKind::Invalid.because(format!("{len} bytes at {address:#x}: share at least one"))
         })?;
         let whole = end <= allocation.end;
         Ok((allocation, whole))
@@ -291,15 +285,12 @@ unsafe impl DeviceAccess for Device {
         let _inside = self.driver.enter()?;
         let (allocation, whole) = self.around(address, len)?;
         if !whole {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
+            return Err(ErrorKind::Unsupported.because(format!(
                     "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the \
                      pool with \
                      Device::pool",
                     self.info().driver
-                ),
-            ));
+                )));
         }
         let exported = self.exported.lock().get(&allocation.start).map(AsRawFd::as_raw_fd);
         let name =
@@ -336,13 +327,10 @@ unsafe impl DeviceAccess for Device {
             handle.offset.checked_add(len as u64).is_some_and(|end| len > 0 && end <= all)
         };
         let outside = || {
-            Error::new(
-                ErrorKind::Malformed,
-                format!(
-                    "bytes {}..+{len} lie outside the device memory that the peer shares",
-                    handle.offset
-                ),
-            )
+            ErrorKind::Malformed.because(format!(
+                "bytes {}..+{len} lie outside the device memory that the peer shares",
+                handle.offset
+            ))
         };
         if !within(named.len) {
             return Err(outside());
@@ -350,15 +338,12 @@ unsafe impl DeviceAccess for Device {
         let access = Arc::clone(&self) as Arc<dyn DeviceAccess>;
         if named.owner == ProcessId::current() {
             if process.number != std::process::id() {
-                return Err(Error::new(
-                    ErrorKind::PermissionDenied,
-                    "a peer in another process shares device memory of this one",
-                ));
+                return Err(ErrorKind::PermissionDenied
+                    .because("a peer in another process shares device memory of this one"));
             }
             let address = named.base.checked_add(handle.offset).ok_or_else(outside)?;
             let shared = exports::find(owner, address, len).ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Revoked,
+                ErrorKind::Revoked.because(
                     "the device memory is not shared, or has been freed: fetch the peer's metadata \
                      again",
                 )
@@ -367,8 +352,7 @@ unsafe impl DeviceAccess for Device {
             return Ok(unsafe { Memory::adopt_device(address, len, owner, access, shared) });
         }
         if !named.owner.is_local()? {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
+            return Err(ErrorKind::Unsupported.because(
                 "sharing device memory requires that both processes are in one PID namespace",
             ));
         }
@@ -400,14 +384,11 @@ unsafe impl DeviceAccess for Device {
         // Memory with several consecutive mappings ends after its first mapping: the driver decides
         // whether that works.
         if start < allocation.start || (whole && end > allocation.end) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
+            return Err(ErrorKind::Unsupported.because(format!(
                     "{len} bytes at {address:#x} share a page with other memory: a descriptor contains whole pages of \
                      {page} bytes; \
                      make the pool with Device::pool"
-                ),
-            ));
+                )));
         }
         let (file, offset) = self.driver.dma_buf(start..end)?;
         Ok(DmaBuf { file, offset: offset + (address - start) })

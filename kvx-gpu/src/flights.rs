@@ -34,9 +34,9 @@ impl Flight {
             // been reused by then.
             match self.owners.iter().any(|owner| owner.is_exiting()) {
                 false => Ok(()),
-                true => Err(Error::new(
-                    ErrorKind::PeerLost,
-                    "the process whose device memory was copied has ended: do not use the copied bytes",
+                true => Err(ErrorKind::PeerLost.because(
+                    "the process whose device memory was copied has ended: do not use the copied \
+                     bytes",
                 )),
             }
         });

@@ -61,9 +61,9 @@ impl SharedHandle {
             return Err(reader.malformed(format_args!("{} bytes", bytes.len())));
         }
         if reader.u8()? != FORM {
-            return Err(Error::new(
-                ErrorKind::Incompatible,
-                "the peer's kvx uses another format for handles of device memory: use the same release on both ends",
+            return Err(ErrorKind::Incompatible.because(
+                "the peer's kvx uses another format for handles of device memory: use the same \
+                 release on both ends",
             ));
         }
         let owner = ProcessId::decode(&mut reader)?;
@@ -223,7 +223,7 @@ impl Imports {
 }
 
 fn owner_ended() -> Error {
-    Error::new(ErrorKind::PeerLost, "the process that shared this device memory has ended")
+    ErrorKind::PeerLost.because("the process that shared this device memory has ended")
 }
 
 /// Duplicates another process's descriptor.

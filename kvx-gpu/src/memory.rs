@@ -46,13 +46,10 @@ impl DevicePoolBuilder {
         let DevicePoolBuilder { device, len, virtual_memory } = self;
         let whole =
             len.checked_next_multiple_of(PAGE).filter(|whole| *whole > 0).ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Invalid,
-                    format!(
-                        "a pool cannot have {len} bytes: ask for 1 to {}",
-                        usize::MAX / PAGE * PAGE
-                    ),
-                )
+                ErrorKind::Invalid.because(format!(
+                    "a pool cannot have {len} bytes: ask for 1 to {}",
+                    usize::MAX / PAGE * PAGE
+                ))
             })?;
         let allocation = {
             let driver = device.driver();
@@ -149,7 +146,7 @@ pub(super) unsafe fn adopt(
 ) -> Result<Memory> {
     let driver = device.driver();
     let info = driver.info();
-    let invalid = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
+    let invalid = |sentence: String| Err(ErrorKind::Invalid.because(sentence));
     let Some(last) = (len as u64).checked_sub(1).and_then(|more| address.checked_add(more)) else {
         return invalid(format!(
             "{len} bytes at {address:#x}: adopt at least one, inside the address space"
@@ -175,12 +172,9 @@ pub(super) unsafe fn adopt(
                 ));
             }
             PointerPlace::Managed => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!(
+                return Err(ErrorKind::Unsupported.because(format!(
                         "{end:#x} is managed memory, which migrates between host and devices: allocate it as plain memory"
-                    ),
-                ));
+                    )));
             }
         }
         if pointer.ordinal != info.ordinal as i32 {
@@ -201,12 +195,9 @@ pub(super) unsafe fn adopt(
 
 /// Returns the error for memory from a driver's pool.
 pub(super) fn pool_error(address: u64, driver: &str) -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        format!(
+    ErrorKind::Unsupported.because(format!(
             "{address:#x} is from a memory pool of {driver} (the async allocator), which cannot be shared with other \
              processes and cards: create the KV pool with Device::pool and pass its address to the framework, or let the \
              framework allocate without pools (PyTorch: its native allocator; cudarc: result::malloc_sync)"
-        ),
-    )
+        ))
 }

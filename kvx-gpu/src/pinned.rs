@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::driver::Driver;
 use kvx_core::backend::fork;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::{Error, ErrorKind, Memory, Result};
+use kvx_core::{ErrorKind, Memory, Result};
 
 /// The host memory that a device has pinned for kvx.
 #[derive(Default)]
@@ -55,10 +55,8 @@ impl Drop for PinnedBuffer {
 /// Allocates pinned, zeroed host memory.
 pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<PinnedRanges>, len: usize) -> Result<Memory> {
     if len == 0 {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            "cannot allocate 0 bytes of pinned memory: allocate at least one",
-        ));
+        return Err(ErrorKind::Invalid
+            .because("cannot allocate 0 bytes of pinned memory: allocate at least one"));
     }
     let inside = driver.enter()?;
     let base = driver.pin(len)?;

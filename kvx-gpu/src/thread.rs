@@ -74,8 +74,7 @@ impl Drop for EndGuard<'_> {
 }
 
 fn end_error() -> Error {
-    Error::new(
-        ErrorKind::Native,
+    ErrorKind::Native.because(
         "the thread of the device has ended: report this as a bug, and start the process again",
     )
 }
@@ -305,10 +304,9 @@ impl<'a> Streams<'a> {
         let device = &self.driver.info().name;
         tracing::error!(%error, device, "the driver has given up the device for this process");
         let native = error.native().cloned();
-        let mut reported = Error::new(
-            ErrorKind::Native,
-            format!("the driver has given up {device} for this process: start the process again"),
-        );
+        let mut reported = ErrorKind::Native.because(format!(
+            "the driver has given up {device} for this process: start the process again"
+        ));
         if let Some(native) = native {
             reported = reported.with_native(native.code, native.text);
         }
@@ -470,7 +468,7 @@ impl<'a> Streams<'a> {
         let functions = self.kernels.as_ref().map_err(Clone::clone)?;
         let at = ENTRIES.iter().position(|entry| *entry == launch.entry);
         let function = at.and_then(|at| functions.get(at)).ok_or_else(|| {
-            Error::new(ErrorKind::Unsupported, format!("kernel {} was not loaded", launch.entry))
+            ErrorKind::Unsupported.because(format!("kernel {} was not loaded", launch.entry))
         })?;
         // SAFETY: the caller of `DeviceThread::ask` keeps the memory until the ticket settles;
         // `Launch` encodes the parameters as its kernel takes them.

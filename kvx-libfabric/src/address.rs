@@ -2,7 +2,7 @@
 
 use kvx_backend::checksum;
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::config::MAX_RAILS;
 use crate::error::NAME;
@@ -94,14 +94,14 @@ impl Address {
                 ours.protocol.0,
                 ours.protocol.1
             );
-            return Err(Error::new(ErrorKind::Incompatible, why).with_backend(NAME));
+            return Err(ErrorKind::Incompatible.because(why).with_backend(NAME));
         }
         let own = ours.rails.first().map(|rail| &**rail).unwrap_or_default();
         if !self.rails.iter().all(|rail| has_form_of(own, rail, texts))
             || self.host.is_some() != ours.host.is_some()
         {
             let why = "malformed LIBFABRIC address: it does not have the form of the provider's addresses";
-            return Err(Error::new(ErrorKind::Malformed, why).with_backend(NAME));
+            return Err(ErrorKind::Malformed.because(why).with_backend(NAME));
         }
         Ok(())
     }

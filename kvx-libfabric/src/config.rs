@@ -48,10 +48,8 @@ impl Config {
 }
 
 fn wrong(key: &str, cure: &str) -> Error {
-    Error::new(
-        ErrorKind::Invalid,
-        format!("option \"libfabric.{key}\" is of no use: {cure}, or remove the option"),
-    )
+    ErrorKind::Invalid
+        .because(format!("option \"libfabric.{key}\" is of no use: {cure}, or remove the option"))
 }
 
 #[cfg(test)]

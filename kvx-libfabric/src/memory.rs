@@ -11,7 +11,7 @@ use kvx_backend::registrations::{Registration, RegistrationHandle, Registrations
 use kvx_core::backend::RemoteSpec;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
+use kvx_core::{ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::config::MAX_RAILS;
 use crate::error::{self, NAME};
@@ -116,7 +116,7 @@ impl OpenRails {
                 let why = format!(
                     "{provider} does not reach {kind} memory here (no FI_HMEM): name another \"libfabric.provider\", or register host memory"
                 );
-                return Err(Error::new(ErrorKind::Unsupported, why).with_backend(NAME));
+                return Err(ErrorKind::Unsupported.because(why).with_backend(NAME));
             }
             described.device = Some((interface, c_int::try_from(access.ordinal()).unwrap_or(0)));
             if ffi::LIBRARY.opened().is_some_and(|library| library.version() >= WITH_FILES)

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use kvx_backend::fabric::EndpointId;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 use rustix::net::SocketAddrUnix;
 use slab::Slab;
 
@@ -61,7 +61,7 @@ impl Peers {
             Some(&at) if self.peers[at].address == address => at,
             Some(_) => {
                 let why = "malformed LIBFABRIC address: another peer has the same endpoint";
-                return Err(Error::new(ErrorKind::Malformed, why).with_backend(NAME));
+                return Err(ErrorKind::Malformed.because(why).with_backend(NAME));
             }
             None => {
                 let wake_at = address

@@ -64,9 +64,9 @@ pub(crate) unsafe fn copy(process: u32, op: Op, ranges: &[Range]) -> Result<()> 
         // SAFETY: the remaining part of the ranges that the caller guarantees.
         match unsafe { copy_some(process, op, ours, theirs) } {
             Ok(0) if ours.iter().any(|range| range.iov_len > 0) => {
-                return Err(
-                    Error::new(ErrorKind::Native, "the kernel copied no bytes").with_backend(NAME)
-                );
+                return Err(ErrorKind::Native
+                    .because("the kernel copied no bytes")
+                    .with_backend(NAME));
             }
             Ok(count) => (ours, theirs) = (behind(ours, count), behind(theirs, count)),
             Err(cause) if cause.raw_os_error() == Some(libc::ESRCH) => {

@@ -211,7 +211,7 @@ fn preferred(library: &'static Library) -> Result<String> {
     let all = query(library, ProviderQuery::default())?;
     all.iter().next().map(Info::provider).ok_or_else(|| {
         let why = "libfabric has no provider that supports FI_RMA on RDM endpoints: check FI_PROVIDER and `fi_info`";
-        Error::new(ErrorKind::Unavailable, why).with_backend(NAME)
+        ErrorKind::Unavailable.because(why).with_backend(NAME)
     })
 }
 
@@ -231,7 +231,7 @@ fn check_version(library: &Library, provider: &str) -> Result<()> {
         library.path().display(),
         library.version()
     );
-    Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
+    Err(ErrorKind::Unavailable.because(why).with_backend(NAME))
 }
 
 /// Checks that copies between processes are allowed: kvx moves bytes over shared memory in no other
@@ -245,7 +245,7 @@ fn check_copies() -> Result<()> {
     let why = format!(
         "kvx moves bytes over shm by copies between processes, which {VARIABLE}={value} forbids: unset it, or use the backend SHM"
     );
-    Err(Error::new(ErrorKind::Unavailable, why).with_backend(NAME))
+    Err(ErrorKind::Unavailable.because(why).with_backend(NAME))
 }
 
 /// Returns the entries of a provider. Errors: `Unavailable`; `Unsupported` if it does not accept
@@ -297,7 +297,7 @@ fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<V
             "{provider} has no domain {domain}: name one of {} as \"libfabric.domain\"",
             domains.join(", ")
         );
-        Error::new(ErrorKind::Unavailable, why).with_backend(NAME)
+        ErrorKind::Unavailable.because(why).with_backend(NAME)
     };
     if !config.domains.is_empty() {
         return config

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvx_core::backend::wire::{Reader, Writer};
 use kvx_core::backend::{BoundPlan, Pair, PlacedGrid, RegionKey};
-use kvx_core::{Error, ErrorKind, Grid, Indices, RegionId, Result};
+use kvx_core::{ErrorKind, Grid, Indices, RegionId, Result};
 
 /// The limit for grids in one request.
 pub(crate) const MAX_GRIDS: usize = 1024;
@@ -242,7 +242,7 @@ impl Described {
                 if error.kind() == ErrorKind::OutOfBounds {
                     error
                 } else {
-                    Error::new(ErrorKind::Malformed, error.to_string())
+                    ErrorKind::Malformed.because(error.to_string())
                 }
             })?;
         }

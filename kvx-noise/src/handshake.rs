@@ -139,10 +139,8 @@ fn builder<'a>(key: &'a [u8; KEY], prologue: &'a [u8]) -> Result<Builder<'a>, sn
 
 /// Returns the error for a failure that the peer has not caused: missing randomness.
 fn broken(error: snow::Error) -> Error {
-    Error::new(
-        ErrorKind::Native,
-        format!("the Noise handshake failed on this side ({error:?}): try again"),
-    )
+    ErrorKind::Native
+        .because(format!("the Noise handshake failed on this side ({error:?}): try again"))
 }
 
 /// Provides the algorithms that the pattern's name specifies.

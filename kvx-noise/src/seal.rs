@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 use snow::types::Cipher as _;
 
 use crate::handshake::{AesGcm, KEY, TAG};
@@ -110,7 +110,7 @@ impl Opener {
             .is_some_and(|(message, tag)| self.0.cipher.open(number, &[], message.into(), tag));
         let why = "what the peer sent was altered, lost or repeated on its way, so the connection was closed: find out \
                    who is between the two hosts";
-        if is_whole { Ok(()) } else { Err(Error::new(ErrorKind::Malformed, why)) }
+        if is_whole { Ok(()) } else { Err(ErrorKind::Malformed.because(why)) }
     }
 
     /// Opens the complete pieces of a stream: appends their contents to `out`, and leaves the rest
@@ -122,7 +122,7 @@ impl Opener {
             if !(TAG..=RECORD + TAG).contains(&length) {
                 let most = RECORD + TAG;
                 let why = format!("a sealed piece has {length} bytes, but the limit is {most}");
-                return Err(Error::new(ErrorKind::Malformed, why));
+                return Err(ErrorKind::Malformed.because(why));
             }
             let Some(piece) = rest.get_mut(..length) else { break };
             self.open(piece)?;

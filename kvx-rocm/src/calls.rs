@@ -8,7 +8,7 @@ use std::os::fd::{FromRawFd, OwnedFd};
 
 use kvx_backend::loader::{self, NativeLibrary};
 use kvx_core::backend::{Hop, Unavailable};
-use kvx_core::{DeviceId, Error, ErrorKind};
+use kvx_core::{DeviceId, ErrorKind};
 use kvx_gpu::driver::{
     Address, CallResult, Context, CopyDirection, DeviceNumber, Failure, LibraryFile, PointerInfo,
     PointerPlace, Rows, Status, StreamHandle, VendorCalls, status,
@@ -136,7 +136,8 @@ fn dma_buf_by_hsa(range: &Range<u64>) -> CallResult<(OwnedFd, u64)> {
     let status = unsafe { export(range.start, len, &raw mut file, &raw mut offset) };
     if status != 0 {
         let sentence = "the ROCm runtime did not export a dma-buf descriptor: it needs Linux 6.2 or newer, or amdgpu-dkms";
-        return Err(Error::new(ErrorKind::Unsupported, sentence)
+        return Err(ErrorKind::Unsupported
+            .because(sentence)
             .with_operation("hsa_amd_portable_export_dmabuf")
             .with_native(status.into(), format!("hsa_status_t {status:#x}"))
             .into());

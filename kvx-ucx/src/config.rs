@@ -21,7 +21,7 @@
 
 use std::path::{Path, PathBuf};
 
-use kvx_core::{Error, ErrorKind, Options, Result, Table};
+use kvx_core::{ErrorKind, Options, Result, Table};
 
 /// kvx's defaults for settings that the user has not set. The last column lists further variables
 /// with the same meaning.
@@ -120,12 +120,9 @@ fn required(name: &str, value: String) -> Setting {
 fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
     let Some(items) = table.texts(key)? else { return Ok(None) };
     if items.is_empty() || items.iter().any(|item| item.trim().is_empty()) {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
+        return Err(ErrorKind::Invalid.because(format!(
                 "option \"ucx.{key}\" has an empty name; write a list such as [\"all\"], or remove the option"
-            ),
-        ));
+            )));
     }
     let items: Vec<_> = items.iter().map(|item| item.trim()).collect();
     Ok(Some(items.join(",")))
@@ -134,12 +131,9 @@ fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
 /// Parses `UCX_NAME=value` or `NAME=value`.
 fn assignment(text: &str) -> Result<Setting> {
     let wrong = || {
-        Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "option \"ucx.set\" has {text:?}; write UCX's settings as \"UCX_MAX_RMA_RAILS=2\""
-            ),
-        )
+        ErrorKind::Invalid.because(format!(
+            "option \"ucx.set\" has {text:?}; write UCX's settings as \"UCX_MAX_RMA_RAILS=2\""
+        ))
     };
     let (name, value) = text.split_once('=').ok_or_else(wrong)?;
     let name = name.trim();

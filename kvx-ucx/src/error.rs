@@ -75,7 +75,8 @@ pub(crate) fn worker_error(status: Status) -> Error {
             let why = format!(
                 "{WHAT}: raise the limits of open files (ulimit -n) and of memory; {SAYS_WHICH}"
             );
-            Error::new(ErrorKind::Exhausted, why)
+            ErrorKind::Exhausted
+                .because(why)
                 .with_backend(NAME)
                 .with_native(i64::from(status.0), status.text())
         }
@@ -92,7 +93,8 @@ pub(crate) fn piece_error(status: Status) -> Error {
             let why = format!(
                 "UCX could not move a piece of the transfer: check whether the peer still runs; if it does, {SCARCE}"
             );
-            Error::new(ErrorKind::Exhausted, why)
+            ErrorKind::Exhausted
+                .because(why)
                 .with_backend(NAME)
                 .with_native(i64::from(status.0), status.text())
         }

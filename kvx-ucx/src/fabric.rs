@@ -115,7 +115,7 @@ impl UcxFabric {
     /// Breaks the links to the peer at `at`, if any, before other events are reported.
     fn break_lost_links(&mut self, at: Option<usize>, why: &'static str, events: &mut Vec<Event>) {
         let Some(at) = at else { return }; // as for nearly all messages
-        self.break_links(at, None, &Error::new(ErrorKind::PeerLost, why).with_backend(NAME));
+        self.break_links(at, None, &ErrorKind::PeerLost.because(why).with_backend(NAME));
         events.append(&mut self.events);
     }
 
@@ -365,10 +365,8 @@ unsafe impl Fabric for UcxFabric {
 
     fn sever(&mut self, endpoint: EndpointId) {
         if let Some(at) = self.peers.of_link(endpoint) {
-            let why = Error::new(
-                ErrorKind::PeerLost,
-                "another link to this peer was lost, and they share a connection",
-            );
+            let why = ErrorKind::PeerLost
+                .because("another link to this peer was lost, and they share a connection");
             self.break_links(at, Some(endpoint), &why.with_backend(NAME));
         }
     }
@@ -420,7 +418,7 @@ unsafe impl Fabric for UcxFabric {
         unsafe { route::is_over_tcp(endpoint) }.then(|| {
             let why = "UCX reaches this peer over tcp only, and aborts the target's process if this peer's agent ends during a read: \
                        use the backend TCP, or name tcp in ucx.tls";
-            Error::new(ErrorKind::Unsupported, why).with_backend(NAME)
+            ErrorKind::Unsupported.because(why).with_backend(NAME)
         })
     }
 

@@ -57,17 +57,13 @@ impl<R> RegionTable<R> {
     pub fn check(&self, id: RegionId, shown: &RegionKey) -> Result<&R> {
         match self.open.get(&id) {
             Some((key, region)) if key.matches(shown) => Ok(region),
-            Some(_) => Err(Error::new(
-                ErrorKind::WrongKey,
-                format!("the key for region {id} is wrong: fetch the peer's metadata again"),
-            )),
+            Some(_) => Err(ErrorKind::WrongKey.because(format!(
+                "the key for region {id} is wrong: fetch the peer's metadata again"
+            ))),
             None if self.revoked.contains(&id) => Err(revoked(id)),
-            None => Err(Error::new(
-                ErrorKind::Unregistered,
-                format!(
-                    "region {id} is not registered with this agent: fetch the peer's metadata again"
-                ),
-            )),
+            None => Err(ErrorKind::Unregistered.because(format!(
+                "region {id} is not registered with this agent: fetch the peer's metadata again"
+            ))),
         }
     }
 

@@ -54,7 +54,7 @@ impl<P> HeldBytes<P> {
              notifications, or holds most of the {} that are kept for all peers",
             self.one_peer, self.all_peers
         );
-        Error::new(ErrorKind::Exhausted, why)
+        ErrorKind::Exhausted.because(why)
     }
 }
 

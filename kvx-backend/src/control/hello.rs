@@ -89,8 +89,7 @@ impl Greeting {
         }
         match self.keys.secret(REFUSES, &[&self.said]) {
             Some(claim) if !claim.holds(proof) => secret_mismatch(),
-            _ => Error::new(
-                ErrorKind::PeerRestarted,
+            _ => ErrorKind::PeerRestarted.because(
                 "the peer does not recognise this metadata: it was restarted; connect with its new \
                  metadata",
             ),
@@ -144,7 +143,7 @@ pub fn verify_hello<'a>(
             "link versions {} to {} and {} to {} have none in common: update the older end",
             versions.0, versions.1, VERSIONS.0, VERSIONS.1
         );
-        let why = Error::new(ErrorKind::Incompatible, why);
+        let why = ErrorKind::Incompatible.because(why);
         let refusal = Refusal::from(&why);
         return Err(turned_away(why, refusal));
     }
@@ -166,8 +165,7 @@ pub fn verify_hello<'a>(
         away.proof =
             keys.secret(REFUSES, &[said]).map_or_else(Vec::new, |claim| claim.proof().into());
         away.rest = taken_apart(said).ok().map(|(_, rest)| rest);
-        away.why = Error::new(
-            ErrorKind::PeerRestarted,
+        away.why = ErrorKind::PeerRestarted.because(
             "a peer connected with the metadata of another agent, or of an earlier incarnation of \
              this one",
         );
@@ -207,7 +205,7 @@ impl<'a> VerifiedHello<'a> {
             return Ok(self);
         }
         let why = format!("the peer serves {most} others, which is its limit: try later");
-        let why = Error::new(ErrorKind::Exhausted, why);
+        let why = ErrorKind::Exhausted.because(why);
         Err(Box::new(Rejection {
             refusal: Refusal::from(&why),
             why,

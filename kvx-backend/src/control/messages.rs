@@ -278,7 +278,7 @@ fn rest<'a>(reader: &mut Reader<'a>) -> Result<&'a [u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvx_core::{Error, ErrorKind};
+    use kvx_core::ErrorKind;
 
     /// Returns each message, with the number of bytes at its end that may have any length.
     fn all() -> Vec<(ControlMessage<'static>, usize)> {
@@ -348,7 +348,7 @@ mod tests {
                 && ControlMessage::decode(&notify(&long[1..])).is_ok()
         );
         assert!(notify(&long).len() <= MAX_MESSAGE);
-        let why = Refusal::from(&Error::new(ErrorKind::Authentication, "\x1b[2Jno\n"));
+        let why = Refusal::from(&ErrorKind::Authentication.because("\x1b[2Jno\n"));
         let refused = [
             ControlMessage::Deny { import: 3, why: why.clone() }.encode(),
             ControlMessage::Refuse { why, proof: b"" }.encode(),

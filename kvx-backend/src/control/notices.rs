@@ -53,7 +53,7 @@ impl NoticesToPeer {
                 self.waiting.len(),
                 MAX_WAITING_BYTES >> 20
             );
-            return Err((done, Error::new(ErrorKind::Exhausted, why)));
+            return Err((done, ErrorKind::Exhausted.because(why)));
         }
         self.waiting_cost += cost;
         self.waiting.push_back(QueuedNotice { bytes, done });

@@ -86,8 +86,7 @@ fn keyed(key: &[u8]) -> Hmac<Sha256> {
 
 /// Returns the answer to every unauthenticated peer.
 pub fn unauthenticated() -> Error {
-    Error::new(
-        ErrorKind::Authentication,
+    ErrorKind::Authentication.because(
         "not authenticated: connect with this agent's newest metadata, and with the fleet's secret",
     )
 }
@@ -96,7 +95,7 @@ pub fn unauthenticated() -> Error {
 pub fn secret_mismatch() -> Error {
     let why =
         "the shared secrets of the two agents differ: give both the same one with KVX_SECRET_FILE";
-    Error::new(ErrorKind::Authentication, why)
+    ErrorKind::Authentication.because(why)
 }
 
 #[cfg(test)]

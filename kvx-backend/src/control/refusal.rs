@@ -122,7 +122,7 @@ mod tests {
             text: "\x1b[2Jno\nkey\u{9b}".into(),
         });
         assert_eq!(cleaned.text, " [2Jno key ");
-        let long = Error::new(ErrorKind::Native, "é".repeat(MAX_TEXT));
+        let long = ErrorKind::Native.because("é".repeat(MAX_TEXT));
         let cut = Refusal::from(&long);
         assert_eq!(travelled(&cut), cut);
         assert!(cut.text.len() <= MAX_TEXT && cut.text.chars().all(|character| character == 'é'));

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvx_core::backend::{Context, Events, Invitation, LinkId, LinkState, Metadata, QueueFull};
-use kvx_core::{Error, ErrorKind, Identity, Incarnation, Options, Result, Secret, Sender};
+use kvx_core::{ErrorKind, Identity, Incarnation, Options, Result, Secret, Sender};
 
 use super::handshake::hello_rest;
 use super::lanes;
@@ -49,7 +49,7 @@ pub fn flood_with_hellos<F: Fabric>(
     time: Duration,
 ) -> Result<usize> {
     let missing =
-        || Error::new(ErrorKind::Malformed, "the owner's metadata does not say how it is reached");
+        || ErrorKind::Malformed.because("the owner's metadata does not say how it is reached");
     let own = (parts.address)()?;
     let plain = checksum::strip("address", &own)?;
     let invitation = owner.invited.ok_or_else(missing)?.by;
@@ -92,7 +92,7 @@ pub fn with_altered_addresses(
     owner: &Metadata,
     (secret, wrong): (&Secret, Option<&Secret>),
 ) -> Result<Vec<Metadata>> {
-    let missing = || Error::new(ErrorKind::Malformed, "the owner does not list the backend");
+    let missing = || ErrorKind::Malformed.because("the owner does not list the backend");
     let position = owner.backends.iter().position(|(name, _)| **name == *backend);
     let position = position.ok_or_else(missing)?;
     let signer = PartSigner::new(backend, Some(secret.clone()));
@@ -150,10 +150,9 @@ impl<F: Fabric> HelloSender<F> {
             match self.library.send(TO, frame)? {
                 SendStatus::Taken => frames.pop(),
                 SendStatus::Later if Instant::now() >= until => {
-                    return Err(Error::new(
-                        ErrorKind::TimedOut,
-                        "the library did not take a frame in time",
-                    ));
+                    return Err(
+                        ErrorKind::TimedOut.because("the library did not take a frame in time")
+                    );
                 }
                 SendStatus::Later => {}
             }

@@ -27,8 +27,7 @@ use kvx_core::backend::{
     Context, Events, Invitation, LinkId, LinkState, QueueFull, RegionKey, RegionSpec, RemoteSpec,
 };
 use kvx_core::{
-    Capabilities, Error, ErrorKind, Identity, Incarnation, Memory, Options, RegionId, Result,
-    Sender,
+    Capabilities, ErrorKind, Identity, Incarnation, Memory, Options, RegionId, Result, Sender,
 };
 use kvx_testkit::Random;
 
@@ -59,7 +58,7 @@ unsafe impl Fabric for Quiet {
 
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         if address == b"nowhere" {
-            return Err(Error::new(ErrorKind::Malformed, "no address"));
+            return Err(ErrorKind::Malformed.because("no address"));
         }
         assert!(self.endpoints.insert(endpoint));
         Ok(())
@@ -67,7 +66,7 @@ unsafe impl Fabric for Quiet {
     fn send(&mut self, endpoint: EndpointId, message: &[u8]) -> Result<SendStatus> {
         assert!(self.endpoints.contains(&endpoint));
         if self.unreachable {
-            return Err(Error::new(ErrorKind::PeerLost, "no route"));
+            return Err(ErrorKind::PeerLost.because("no route"));
         }
         if self.full {
             return Ok(SendStatus::Later);
@@ -443,7 +442,7 @@ fn bytes_held_before_a_peer_confirmed_are_released_with_its_session() {
     take(&mut machine, frame(header.from, 500, 1, &prove(&greeting, &welcome).unwrap()));
     machine.cut_off(
         header.from,
-        Error::new(ErrorKind::Malformed, "on purpose"),
+        ErrorKind::Malformed.because("on purpose"),
         &mut Outbox::default(),
     );
     assert!(machine.held.lock().is_empty());

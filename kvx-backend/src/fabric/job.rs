@@ -167,7 +167,7 @@ impl<F: Fabric> JobState<F> {
                 Some(region) => locals.push((Arc::clone(&region.record), local.memory.address())),
                 None => {
                     let why = "a plan contains a region of another transport: report this as a bug";
-                    return Err((done, Error::new(ErrorKind::Invalid, why)));
+                    return Err((done, ErrorKind::Invalid.because(why)));
                 }
             }
         }

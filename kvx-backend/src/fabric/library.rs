@@ -185,10 +185,8 @@ pub unsafe trait Fabric: Send + 'static {
     /// # Errors
     /// End the link.
     fn connect_foreign(&mut self, _endpoint: EndpointId, _blob: &[u8]) -> Result<()> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
-        ))
+        Err(ErrorKind::Unsupported
+            .because("this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
 
     /// Makes a range of a foreign agent's memory usable.
@@ -200,7 +198,7 @@ pub unsafe trait Fabric: Send + 'static {
         _endpoint: EndpointId,
         _range: &ForeignRange,
     ) -> Result<Self::Remote> {
-        Err(Error::new(ErrorKind::Unsupported, "this link leads to a kvx agent: use its regions"))
+        Err(ErrorKind::Unsupported.because("this link leads to a kvx agent: use its regions"))
     }
 
     /// Sends a notification to a foreign agent, in that agent's own format.
@@ -209,10 +207,8 @@ pub unsafe trait Fabric: Send + 'static {
     /// # Errors
     /// Fail the notification.
     fn notify_foreign(&mut self, _endpoint: EndpointId, _bytes: &[u8]) -> Result<SendStatus> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "this backend cannot send notifications to foreign agents",
-        ))
+        Err(ErrorKind::Unsupported
+            .because("this backend cannot send notifications to foreign agents"))
     }
 }
 
@@ -236,10 +232,8 @@ pub unsafe trait Registrar<L>: Send + Sync + 'static {
     /// # Errors
     /// `Unsupported` where the library has no such format.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
-        ))
+        Err(ErrorKind::Unsupported
+            .because("this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
 }
 

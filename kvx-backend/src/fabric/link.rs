@@ -89,7 +89,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
         let RemoteSpec { id, key, len, kind, export } = region;
         if self.foreign {
             let why = "this link leads to a foreign agent: use RemoteGrid::at";
-            return Err(Error::new(ErrorKind::Unsupported, why).with_backend(self.name));
+            return Err(ErrorKind::Unsupported.because(why).with_backend(self.name));
         }
         let export = self.signer.verify(Part::Export, &self.shared.peer, export)?.into();
         self.import_as(kind, RemoteMemory::Region { id, key, len, kind, export })
@@ -98,7 +98,7 @@ unsafe impl<F: Fabric> Link for FabricLink<F> {
     fn import_foreign(&self, range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
         if !self.foreign {
             let why = "this link leads to a kvx agent: use its regions";
-            return Err(Error::new(ErrorKind::Unsupported, why).with_backend(self.name));
+            return Err(ErrorKind::Unsupported.because(why).with_backend(self.name));
         }
         self.import_as(range.kind, RemoteMemory::Foreign(range))
     }

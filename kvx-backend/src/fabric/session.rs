@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvx_core::backend::Ticket;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::{Error, ErrorKind, Identity, RegionId, Result};
+use kvx_core::{ErrorKind, Identity, RegionId, Result};
 
 use super::job::PendingTransfer;
 use super::library::{EndpointId, Fabric, SendStatus};
@@ -187,10 +187,8 @@ impl<F: Fabric> Session<F> {
             return Ok(());
         }
         if self.outgoing.len() > MAX_QUEUED {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                format!("the peer has left {MAX_QUEUED} frames unread"),
-            ));
+            return Err(ErrorKind::Exhausted
+                .because(format!("the peer has left {MAX_QUEUED} frames unread")));
         }
         self.outgoing.push(self.other, self.number, &message.encode(), max);
         Ok(())

@@ -38,10 +38,7 @@ impl SharedLink {
 
     /// Returns the reason why the link is unusable.
     pub(super) fn gone(&self) -> Error {
-        self.gone
-            .get()
-            .cloned()
-            .unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is not up"))
+        self.gone.get().cloned().unwrap_or_else(|| ErrorKind::Closed.because("the link is not up"))
     }
 }
 

@@ -7,7 +7,7 @@
 //! make a signature, which then detects accidental changes only.
 
 use kvx_core::backend::wire::Writer;
-use kvx_core::{Error, ErrorKind, Identity, Result, Secret};
+use kvx_core::{ErrorKind, Identity, Result, Secret};
 
 use super::lanes;
 use crate::control::proof::{Claim, PROOF, of_fleet};
@@ -69,7 +69,7 @@ impl PartSigner {
              the two agents have different secrets (KVX_SECRET_FILE) or releases of kvx",
             self.backend
         );
-        Err(Error::new(ErrorKind::Authentication, why).with_backend(self.backend))
+        Err(ErrorKind::Authentication.because(why).with_backend(self.backend))
     }
 
     /// Returns the addresses in a peer's section of the metadata. Returns `Authentication` for an

@@ -183,7 +183,7 @@ impl Incoming {
 }
 
 fn malformed(why: &'static str) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed link frame: {why}"))
+    ErrorKind::Malformed.because(format!("malformed link frame: {why}"))
 }
 
 #[cfg(test)]

@@ -45,10 +45,8 @@ impl<F: Fabric> Machine<F> {
                     return self.after_work(number, out);
                 }
                 None => {
-                    let why = Error::new(
-                        ErrorKind::Closed,
-                        "the region was imported before the link was up",
-                    );
+                    let why =
+                        ErrorKind::Closed.because("the region was imported before the link was up");
                     return out.settle(transfer.done, Err(why.with_backend(self.name)));
                 }
             }

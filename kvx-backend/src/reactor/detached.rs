@@ -195,10 +195,9 @@ impl<P: Progress> ReactorShared<P> {
     /// the caller holds.
     fn replace_thread(self: &Arc<Self>) -> Result<()> {
         if self.hung_threads.load(Ordering::Relaxed) >= MAX_HUNG_THREADS {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                format!("{MAX_HUNG_THREADS} turns of this agent hang: restart its process"),
-            ));
+            return Err(ErrorKind::Exhausted.because(format!(
+                "{MAX_HUNG_THREADS} turns of this agent hang: restart its process"
+            )));
         }
         let next = self.own_thread.load(Ordering::Relaxed) + 1;
         let started = self.start_thread(next)?;

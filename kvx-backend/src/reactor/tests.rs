@@ -42,7 +42,7 @@ impl Progress for Echo {
     }
     fn stop(&mut self, out: &mut Outbox) {
         for ticket in self.0.drain(..) {
-            out.settle(ticket, Err(Error::new(ErrorKind::Closed, "stopped")));
+            out.settle(ticket, Err(ErrorKind::Closed.because("stopped")));
         }
     }
 }

@@ -141,7 +141,7 @@ impl AgentBuilder {
         let registry = self.registry.ok_or_else(|| {
             let why = "an agent needs a registry of backends: start with kvx::agent(name), which \
                        sets the backends that are compiled in, or call AgentBuilder::registry";
-            Error::new(ErrorKind::Invalid, why)
+            ErrorKind::Invalid.because(why)
         })?;
         let identity = Identity {
             name: checked_name("agent", &self.name)?,
@@ -195,13 +195,10 @@ fn open(
                 }
             }
             if names.is_empty() {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    format!(
-                        "an empty list of backends opens nothing: name one of {}",
-                        registry.names().join(", ")
-                    ),
-                ));
+                return Err(ErrorKind::Invalid.because(format!(
+                    "an empty list of backends opens nothing: name one of {}",
+                    registry.names().join(", ")
+                )));
             }
         }
         _ => {
@@ -257,10 +254,7 @@ fn open(
         let reasons: Vec<_> = refused.iter().map(|(_, error)| error.to_string()).collect();
         let reasons =
             if reasons.is_empty() { "none is compiled in".into() } else { reasons.join("; ") };
-        return Err(Error::new(
-            ErrorKind::NoRoute,
-            format!("no backend could be opened: {reasons}"),
-        ));
+        return Err(ErrorKind::NoRoute.because(format!("no backend could be opened: {reasons}")));
     }
     Ok((transports, refused))
 }
@@ -271,5 +265,5 @@ fn asks_for_no_secret(name: &'static str) -> Error {
          leave {name} out, or add \"unauthenticated\": [\"{name}\"] next to \"backends\" if only \
          your peers can reach it (vLLM's need that)"
     );
-    Error::new(ErrorKind::Authentication, why).with_backend(name)
+    ErrorKind::Authentication.because(why).with_backend(name)
 }

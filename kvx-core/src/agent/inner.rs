@@ -134,14 +134,11 @@ impl AgentInner {
         let speaker = position(&|open| open.speaks_for.iter().any(is));
         speaker.or_else(|| position(&|open| is(&open.name))).ok_or_else(|| {
             let open: Vec<_> = self.transports.iter().map(|open| open.name).collect();
-            Error::new(
-                ErrorKind::NoRoute,
-                format!(
-                    "no open backend connects to foreign {backend} agents (open: {}): \
-                     name {backend} in `backends`",
-                    open.join(", ")
-                ),
-            )
+            ErrorKind::NoRoute.because(format!(
+                "no open backend connects to foreign {backend} agents (open: {}): name {backend} \
+                 in `backends`",
+                open.join(", ")
+            ))
         })
     }
 
@@ -162,7 +159,7 @@ impl AgentInner {
             }
             _ => return Ok(()),
         };
-        Err(Error::new(ErrorKind::Authentication, why))
+        Err(ErrorKind::Authentication.because(why))
     }
 
     pub(crate) fn check_open(&self) -> Result<()> {
@@ -170,10 +167,7 @@ impl AgentInner {
             fork::check()?;
         }
         if self.is_closed() {
-            return Err(Error::new(
-                ErrorKind::Closed,
-                "the agent has been shut down: build a new one",
-            ));
+            return Err(ErrorKind::Closed.because("the agent has been shut down: build a new one"));
         }
         Ok(())
     }

@@ -54,7 +54,7 @@ fn only_staged(backend: &'static str, kind: MemoryKind) -> Error {
         "kv_buffer_device is cpu, and {backend} does not move {kind} memory through host buffers: \
          name a backend that does, or register host memory"
     );
-    Error::new(ErrorKind::Unsupported, why).with_backend(backend)
+    ErrorKind::Unsupported.because(why).with_backend(backend)
 }
 
 impl AgentHandle {
@@ -82,7 +82,7 @@ impl AgentHandle {
         peers.extend(self.peers.lock().values().filter_map(|peer| Some(peer.upgrade()? as _)));
         let peers: HashMap<_, _> =
             peers.into_iter().map(|peer| (Arc::as_ptr(&peer).cast::<()>(), peer)).collect();
-        let closed = || Error::new(ErrorKind::Closed, "the agent was shut down");
+        let closed = || ErrorKind::Closed.because("the agent was shut down");
         if !injected("shutdown-leaves") {
             agent.clock.interrupt(&Reason::Shutdown);
             for peer in peers.into_values() {
@@ -193,17 +193,14 @@ impl Agent {
         self.0.inner.check_open()?;
         let (name, memory) = (checked_name("region", name)?, memory.into());
         if memory.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("region {name:?} has no bytes: register at least one"),
-            ));
+            return Err(ErrorKind::Invalid
+                .because(format!("region {name:?} has no bytes: register at least one")));
         }
         let taken = |tables: &Tables| tables.names.contains(&name);
         let name_is_taken = || {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("a region named {name:?} is registered already: choose another name"),
-            )
+            ErrorKind::Invalid.because(format!(
+                "a region named {name:?} is registered already: choose another name"
+            ))
         };
         if taken(&self.0.inner.tables.lock()) {
             return Err(name_is_taken());
@@ -228,14 +225,11 @@ impl Agent {
                 .filter_map(|local| local.as_ref().err())
                 .map(ToString::to_string)
                 .collect();
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "no open backend can register {} memory: {}",
-                    memory.kind(),
-                    reasons.join("; ")
-                ),
-            ));
+            return Err(ErrorKind::Unsupported.because(format!(
+                "no open backend can register {} memory: {}",
+                memory.kind(),
+                reasons.join("; ")
+            )));
         }
         let exports = locals
             .iter()
@@ -418,10 +412,8 @@ impl Agent {
         }
         let promise = Promise::new();
         let late = || {
-            Error::new(
-                ErrorKind::TimedOut,
-                "not all of the expected notifications arrived by the deadline",
-            )
+            ErrorKind::TimedOut
+                .because("not all of the expected notifications arrived by the deadline")
         };
         promise.by(&self.0.inner.clock, deadline.into(), late);
         if self.0.inner.inbox.wait_for_senders(bytes.as_ref(), senders, &promise) {

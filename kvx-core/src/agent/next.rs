@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use super::inner::AgentInner;
 use crate::deadline::{Expire, Reason, Watch};
 use crate::inbox::Notification;
-use crate::{Deadline, Error, ErrorKind, Result};
+use crate::{Deadline, ErrorKind, Result};
 
 /// A future for the next notification of an agent; see
 /// [`Agent::notification`](super::Agent::notification).
@@ -48,10 +48,9 @@ impl NextNotification {
         match taken.0 {
             Some(notification) => Some(Ok(notification)),
             None if self.agent.check_open().is_err() => self.agent.check_open().err().map(Err),
-            None if self.deadline.passed() => Some(Err(Error::new(
-                ErrorKind::TimedOut,
-                "no notification arrived by the deadline",
-            ))),
+            None if self.deadline.passed() => {
+                Some(Err(ErrorKind::TimedOut.because("no notification arrived by the deadline")))
+            }
             None => None,
         }
     }

@@ -181,7 +181,7 @@ pub unsafe trait DeviceAccess: Send + Sync {
 }
 
 fn cannot(kind: MemoryKind, what: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("this access to {kind} memory has no {what}"))
+    ErrorKind::Unsupported.because(format!("this access to {kind} memory has no {what}"))
 }
 
 /// How long a caller waits for one part of its copy.

@@ -44,13 +44,10 @@ impl Memory {
         fork::check()?;
         let file = file.into();
         let unfit = |why: &str| {
-            Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "the file {why}: adopt a memfd that was created with MFD_ALLOW_SEALING, before \
-                     it is sealed against writing"
-                ),
-            )
+            ErrorKind::Unsupported.because(format!(
+                "the file {why}: adopt a memfd that was created with MFD_ALLOW_SEALING, before it \
+                 is sealed against writing"
+            ))
         };
         let seals =
             rustix::fs::fcntl_get_seals(&file).map_err(|_| unfit("is not a memory file"))?;
@@ -61,16 +58,12 @@ impl Memory {
             .map_err(|error| Error::os("fstat of the memory file failed", error))?;
         let size = usize::try_from(stat.st_size).unwrap_or(0);
         if len == 0 {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "0 bytes of a memory file: adopt at least one",
-            ));
+            return Err(ErrorKind::Invalid.because("0 bytes of a memory file: adopt at least one"));
         }
         if len > size {
-            return Err(Error::new(
-                ErrorKind::OutOfBounds,
-                format!("the memory file has {size} bytes, fewer than {len}: call ftruncate first"),
-            ));
+            return Err(ErrorKind::OutOfBounds.because(format!(
+                "the memory file has {size} bytes, fewer than {len}: call ftruncate first"
+            )));
         }
         let block = u64::try_from(stat.st_blksize).unwrap_or(0);
         let on_huge_pages = rustix::fs::fstatfs(&file).is_ok_and(|fs| fs.f_type == HUGETLBFS_MAGIC);
@@ -80,8 +73,7 @@ impl Memory {
             PoolMapping::of(file, mapped, on_huge_pages && block == HUGE).map_err(|error| {
                 match error {
                     rustix::io::Errno::PERM => unfit("is sealed against writing"),
-                    rustix::io::Errno::ACCESS => Error::new(
-                        ErrorKind::Unsupported,
+                    rustix::io::Errno::ACCESS => ErrorKind::Unsupported.because(
                         "the memory file is not open for writing: adopt a read-write descriptor",
                     ),
                     error => Error::os(
@@ -97,10 +89,8 @@ impl Memory {
         // and the size that is read here stays true.
         mapping.seal()?;
         if mapping.file_size()? < len {
-            return Err(Error::new(
-                ErrorKind::OutOfBounds,
-                "the memory file shrank while it was adopted: adopt it again",
-            ));
+            return Err(ErrorKind::OutOfBounds
+                .because("the memory file shrank while it was adopted: adopt it again"));
         }
         mapping.touch()?;
         mapping.note_found();

@@ -25,10 +25,8 @@ use crate::{Error, ErrorKind, Result, fork};
 
 /// Returns the error of a write to `what`.
 pub(crate) fn read_only(what: &str) -> Error {
-    Error::new(
-        ErrorKind::PermissionDenied,
-        format!("{what} is read-only: its owner adopted it with Memory::adopt_shared"),
-    )
+    ErrorKind::PermissionDenied
+        .because(format!("{what} is read-only: its owner adopted it with Memory::adopt_shared"))
 }
 
 /// The kind of a memory.
@@ -289,10 +287,10 @@ impl Memory {
     fn check(&self, offset: usize, len: usize) -> Result<()> {
         fork::check()?;
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
-            return Err(Error::new(
-                ErrorKind::OutOfBounds,
-                format!("bytes {offset}..+{len} lie outside the memory of {} bytes", self.len),
-            ));
+            return Err(ErrorKind::OutOfBounds.because(format!(
+                "bytes {offset}..+{len} lie outside the memory of {} bytes",
+                self.len
+            )));
         }
         Ok(())
     }
@@ -355,13 +353,11 @@ impl Memory {
     ) -> Result<()> {
         let Backing::Device(device) = &self.backing else {
             let why = format!("for {} memory use copy_in and copy_out", self.kind);
-            return Err(Error::new(ErrorKind::Unsupported, why));
+            return Err(ErrorKind::Unsupported.because(why));
         };
         if !host.kind.is_host() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "both memories are on devices: pass host memory as `host`",
-            ));
+            return Err(ErrorKind::Unsupported
+                .because("both memories are on devices: pass host memory as `host`"));
         }
         match direction {
             Direction::ToDevice => self.check_writable()?,
@@ -394,10 +390,7 @@ impl Memory {
     pub unsafe fn block(&self, range: Range<usize>) -> Result<&[u8]> {
         self.check(range.start, range.end.saturating_sub(range.start))?;
         if !self.kind.is_host() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "device memory has no slice: use copy_out",
-            ));
+            return Err(ErrorKind::Unsupported.because("device memory has no slice: use copy_out"));
         }
         // SAFETY: `check` has checked the range and `self` keeps the memory alive; the caller
         // promises that nothing writes to it.

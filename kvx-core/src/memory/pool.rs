@@ -125,7 +125,7 @@ impl PoolBuilder {
     pub fn build(self) -> Result<Memory> {
         fork::check()?;
         if self.len == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "a pool of 0 bytes: ask for at least one"));
+            return Err(ErrorKind::Invalid.because("a pool of 0 bytes: ask for at least one"));
         }
         let (pool, huge_refused) = match self.huge {
             HugePages::Never | HugePages::Transparent => (PoolMapping::map(self.len, false)?, None),
@@ -182,10 +182,8 @@ impl PoolMapping {
     fn map(len: usize, huge: bool) -> Result<Self> {
         let page = if huge { HUGE } else { rustix::param::page_size() };
         let mapped = len.checked_next_multiple_of(page).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("a pool of {len} bytes is larger than the address space"),
-            )
+            ErrorKind::Invalid
+                .because(format!("a pool of {len} bytes is larger than the address space"))
         })?;
         let what = |step: &str| {
             if huge {
@@ -281,10 +279,9 @@ impl PoolMapping {
         let mut mask = [0u64; 16];
         let word = node as usize / 64;
         if word >= mask.len() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("NUMA node {node} does not exist: see /sys/devices/system/node"),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "NUMA node {node} does not exist: see /sys/devices/system/node"
+            )));
         }
         mask[word] = 1 << (node % 64);
         // SAFETY: the range is this pool's own mapping, `mask` outlives the call, and the size of

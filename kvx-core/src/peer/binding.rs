@@ -10,7 +10,7 @@ use crate::identity::LinkId;
 use crate::plan::Plan;
 use crate::region::{PeerRegion, What};
 use crate::transport::{Link, RemoteRegion, RemoteSpec};
-use crate::{Error, ErrorKind, Result};
+use crate::{ErrorKind, Result};
 
 impl PeerInner {
     /// Returns the plan bound to this link, from the last time or made now.
@@ -32,10 +32,8 @@ impl PeerInner {
             ("remote", capabilities.remote, plan.0.remotes.first().map(Place::kind)),
         ] {
             if let Some(kind) = kind.filter(|kind| !kinds.contains(*kind)) {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!("it does not reach {side} {kind} memory"),
-                ));
+                return Err(ErrorKind::Unsupported
+                    .because(format!("it does not reach {side} {kind} memory")));
             }
         }
         let transport = self.state.lock().candidates[at].transport;
@@ -95,27 +93,20 @@ impl PeerInner {
                 if known.len == info.len && known.key.matches(&info.key) {
                     return Ok(Arc::clone(&known.region));
                 }
-                return Err(Error::new(
-                    ErrorKind::Malformed,
-                    format!(
-                        "the peer's metadata contradicts itself about region {}: connect again",
-                        info.name
-                    ),
-                ));
+                return Err(ErrorKind::Malformed.because(format!(
+                    "the peer's metadata contradicts itself about region {}: connect again",
+                    info.name
+                )));
             }
             let About::Kvx(metadata) = &state.about else {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    "a foreign agent has no named regions: use Peer::foreign",
-                ));
+                return Err(ErrorKind::Invalid
+                    .because("a foreign agent has no named regions: use Peer::foreign"));
             };
             metadata.backend(candidate.backend).map(|(position, _)| position)
         };
         let export = position.and_then(|position| info.export(position)).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
-                format!("the peer's region {} is not registered with it", info.name),
-            )
+            ErrorKind::Unsupported
+                .because(format!("the peer's region {} is not registered with it", info.name))
         })?;
         let spec =
             RemoteSpec { id: info.id, key: info.key, len: info.len, kind: info.kind, export };

@@ -105,10 +105,8 @@ impl PeerInner {
                     bindings: Bindings::default(),
                 });
             } else if matches!(about, About::Kvx(_)) {
-                let why = Error::new(
-                    ErrorKind::Unsupported,
-                    "the peer has not opened it: name it in the peer's backends",
-                );
+                let why = ErrorKind::Unsupported
+                    .because("the peer has not opened it: name it in the peer's backends");
                 excluded.push((open.name, why));
             }
         }
@@ -480,13 +478,10 @@ impl PeerInner {
 
     pub(crate) fn update(&self, metadata: Metadata) -> Result<bool> {
         if metadata.identity.name != self.identity.name {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "this metadata is of agent {}, and the peer is {}",
-                    metadata.identity.name, self.identity.name
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "this metadata is of agent {}, and the peer is {}",
+                metadata.identity.name, self.identity.name
+            )));
         }
         if metadata.identity.incarnation != self.identity.incarnation {
             return Err(self.restarted());
@@ -496,10 +491,9 @@ impl PeerInner {
         {
             let mut state = self.state.lock();
             let About::Kvx(known) = &state.about else {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    "a foreign peer has no kvx metadata to update",
-                ));
+                return Err(
+                    ErrorKind::Invalid.because("a foreign peer has no kvx metadata to update")
+                );
             };
             let older = metadata.generation <= known.generation && !injected("stale-metadata");
             if older || injected("no-update") {

@@ -101,7 +101,7 @@ impl PeerInner {
             "the peer restarted: its address no longer answers as incarnation {was}; get its new \
              metadata and connect again"
         );
-        Error::new(ErrorKind::PeerRestarted, why).with_peer(Arc::clone(&self.identity.name))
+        ErrorKind::PeerRestarted.because(why).with_peer(Arc::clone(&self.identity.name))
     }
 }
 
@@ -153,7 +153,7 @@ impl Drop for PeerInner {
                 probe.take(),
             ));
         }
-        let closed = Error::new(ErrorKind::Closed, "the peer's handle was dropped");
+        let closed = ErrorKind::Closed.because("the peer's handle was dropped");
         let (links, parked, waiting) = {
             let mut state = self.state.lock();
             let links = ClosedLinks::all(&mut state, &closed);

@@ -48,10 +48,8 @@ impl Peer {
     pub fn region(&self, name: &str) -> Result<PeerRegion> {
         crate::fork::check()?;
         let About::Kvx(metadata) = self.0.about() else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "a foreign agent has no named regions: use Peer::foreign",
-            ));
+            return Err(ErrorKind::Invalid
+                .because("a foreign agent has no named regions: use Peer::foreign"));
         };
         let found = metadata.regions.iter().find(|region| *region.name == *name);
         let found = found
@@ -89,10 +87,8 @@ impl Peer {
         device: u64,
     ) -> Result<PeerRegion> {
         if matches!(self.0.about(), About::Kvx(_)) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "this peer is a kvx agent: name its region instead of an address",
-            ));
+            return Err(ErrorKind::Invalid
+                .because("this peer is a kvx agent: name its region instead of an address"));
         }
         let range = ForeignRange { address, len, kind, device };
         Ok(PeerRegion::new(self.0.identity.clone(), What::Foreign(range)))
@@ -125,10 +121,8 @@ impl Peer {
         crate::fork::check()?;
         let (incarnation, info) = decode_region(metadata.as_ref())?;
         let About::Kvx(known) = self.0.about() else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "a foreign agent has no named regions: use Peer::foreign",
-            ));
+            return Err(ErrorKind::Invalid
+                .because("a foreign agent has no named regions: use Peer::foreign"));
         };
         if incarnation != self.0.identity.incarnation {
             return Err(Error::new(
@@ -139,10 +133,10 @@ impl Peer {
             .with_peer(Arc::clone(&self.0.identity.name)));
         }
         if info.exports.iter().any(|(at, _)| usize::from(*at) >= known.backends.len()) {
-            return Err(Error::new(
-                ErrorKind::Malformed,
-                format!("region {} names a backend that the peer does not list", info.name),
-            ));
+            return Err(ErrorKind::Malformed.because(format!(
+                "region {} names a backend that the peer does not list",
+                info.name
+            )));
         }
         Ok(PeerRegion::new(self.0.identity.clone(), What::Named(Arc::new(info))))
     }
@@ -191,10 +185,8 @@ impl Peer {
         }
         let promise = Promise::new();
         let late = || {
-            Error::new(
-                ErrorKind::TimedOut,
-                "the peer did not acknowledge the notification by the deadline",
-            )
+            ErrorKind::TimedOut
+                .because("the peer did not acknowledge the notification by the deadline")
         };
         promise.by(&self.0.agent.clock, deadline.into(), late);
         self.0.dispatch(LinkRequest::Notify(bytes.into(), Ticket::of(Arc::clone(&promise) as _)));
@@ -213,8 +205,7 @@ impl Peer {
             return Completion::ready(Err(error));
         }
         let promise = Promise::new();
-        let late =
-            || Error::new(ErrorKind::TimedOut, "no link to the peer came up by the deadline");
+        let late = || ErrorKind::TimedOut.because("no link to the peer came up by the deadline");
         promise.by(&self.0.agent.clock, deadline.into(), late);
         self.0.dispatch(LinkRequest::Ready(Ticket::of(Arc::clone(&promise) as _)));
         Completion::of(promise)
@@ -244,7 +235,7 @@ impl Peer {
             return Completion::ready(Err(error));
         }
         let promise = Promise::new();
-        let late = || Error::new(ErrorKind::TimedOut, "the peer was not lost by the deadline");
+        let late = || ErrorKind::TimedOut.because("the peer was not lost by the deadline");
         promise.by(&self.0.agent.clock, deadline.into(), late);
         self.0.on_loss(&promise);
         Completion::of(promise)

@@ -8,7 +8,7 @@ use crate::fault_injection::injected;
 use crate::plan::Plan;
 use crate::transfer::{Transfer, TransferInner};
 use crate::transport::MAX_NOTIFICATION;
-use crate::{Deadline, Error, ErrorKind, Result};
+use crate::{Deadline, ErrorKind, Result};
 
 /// A transfer that is about to be posted; see [`Peer::transfer`](crate::Peer::transfer).
 #[must_use = "call post or post_wait"]
@@ -61,10 +61,8 @@ impl TransferBuilder {
                 Err(error) => return Err(error),
             }
             let late = || {
-                Error::new(
-                    ErrorKind::TimedOut,
-                    "the budget of transfers was used up until the deadline",
-                )
+                ErrorKind::TimedOut
+                    .because("the budget of transfers was used up until the deadline")
             };
             if deadline.passed() {
                 return Err(late());
@@ -84,19 +82,15 @@ impl TransferBuilder {
             check_notification(bytes)?;
         }
         if self.plan.0.peer != self.peer.identity {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "the plan is for {:?}, this peer is {:?}",
-                    self.plan.0.peer, self.peer.identity
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "the plan is for {:?}, this peer is {:?}",
+                self.plan.0.peer, self.peer.identity
+            )));
         }
         if self.plan.0.locals.iter().any(|region| !region.is_of(agent)) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "the plan's local regions belong to another agent",
-            ));
+            return Err(
+                ErrorKind::Invalid.because("the plan's local regions belong to another agent")
+            );
         }
         agent.budget.take(self.plan.size().description)?;
         for (at, region) in self.plan.0.locals.iter().enumerate() {
@@ -129,12 +123,9 @@ pub(super) fn check_notification(bytes: &[u8]) -> Result<()> {
     if bytes.len() <= MAX_NOTIFICATION {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Invalid,
-        format!(
-            "a notification of {} bytes, but at most {MAX_NOTIFICATION} are allowed: move data \
-             with a transfer",
-            bytes.len()
-        ),
-    ))
+    Err(ErrorKind::Invalid.because(format!(
+        "a notification of {} bytes, but at most {MAX_NOTIFICATION} are allowed: move data with a \
+         transfer",
+        bytes.len()
+    )))
 }

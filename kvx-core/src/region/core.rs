@@ -49,8 +49,7 @@ struct RevocationState {
 }
 
 pub(super) fn still_shared() -> Error {
-    Error::new(
-        ErrorKind::StillShared,
+    ErrorKind::StillShared.because(
         "remote access to the region is not proven to have ended: its memory stays quarantined \
          until every peer has confirmed or is known to be dead; call revoke again to continue to \
          wait",
@@ -58,10 +57,8 @@ pub(super) fn still_shared() -> Error {
 }
 
 pub(super) fn revoked(name: &str) -> Error {
-    Error::new(
-        ErrorKind::Revoked,
-        format!("region {name} is revoked: register its memory again to use it"),
-    )
+    ErrorKind::Revoked
+        .because(format!("region {name} is revoked: register its memory again to use it"))
 }
 
 impl RegionCore {
@@ -240,10 +237,8 @@ impl Settle for RegionCore {
     }
 
     fn forgotten(self: Arc<Self>) {
-        self.answered(Err(Error::new(
-            ErrorKind::Forgotten,
-            "a transport lost the revocation: report this as a bug in the transport",
-        )));
+        self.answered(Err(ErrorKind::Forgotten
+            .because("a transport lost the revocation: report this as a bug in the transport")));
     }
 }
 

@@ -305,10 +305,9 @@ impl TransferInner {
                 None
             }
             Resolution::Done(result) => Some(result),
-            Resolution::Taken => Some(Err(Error::new(
-                ErrorKind::Invalid,
-                "an earlier await took the result: keep it",
-            ))),
+            Resolution::Taken => {
+                Some(Err(ErrorKind::Invalid.because("an earlier await took the result: keep it")))
+            }
         }
     }
 }
@@ -416,8 +415,7 @@ impl Settle for TransferInner {
             return self.settled(Ok(()));
         }
         let error = || {
-            Error::new(
-                ErrorKind::Forgotten,
+            ErrorKind::Forgotten.because(
                 "the transport lost the transfer: its memory is quarantined; report this as a \
                  bug in the transport",
             )
@@ -453,10 +451,8 @@ impl Expire for TransferInner {
         // A transfer that was posted to a lost peer waits for the probe of the peer's address. The
         // loss says more than `TimedOut`.
         let late = self.peer.lost().unwrap_or_else(|| {
-            Error::new(
-                ErrorKind::TimedOut,
-                "the transfer did not end by its deadline: raise it, or check the peer",
-            )
+            ErrorKind::TimedOut
+                .because("the transfer did not end by its deadline: raise it, or check the peer")
         });
         self.resolve(Err(late.clone()));
         self.cancel(late);
@@ -466,10 +462,10 @@ impl Expire for TransferInner {
         match reason {
             Reason::Region(id) => {
                 if self.plan.0.locals.iter().any(|region| region.id() == *id) {
-                    self.cancel(Error::new(
-                        ErrorKind::Revoked,
-                        "a region of the transfer was revoked meanwhile",
-                    ));
+                    self.cancel(
+                        ErrorKind::Revoked
+                            .because("a region of the transfer was revoked meanwhile"),
+                    );
                 }
             }
             // Resolves at once. It settles when the link has proven that nothing touches the
@@ -477,7 +473,7 @@ impl Expire for TransferInner {
             Reason::Lost(peer, error) if *peer == self.peer.id => self.resolve(Err(error.clone())),
             Reason::Lost(..) => {}
             Reason::Shutdown => {
-                let closed = || Error::new(ErrorKind::Closed, "the agent was shut down meanwhile");
+                let closed = || ErrorKind::Closed.because("the agent was shut down meanwhile");
                 self.resolve(Err(closed()));
                 self.cancel(closed());
             }

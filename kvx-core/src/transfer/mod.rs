@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use crate::completion::{Completion, Promise};
 use crate::report::Report;
-use crate::{Deadline, Error, ErrorKind, Result, TransferId};
+use crate::{Deadline, ErrorKind, Result, TransferId};
 
 use inner::TicketStage;
 pub(crate) use inner::TransferInner;
@@ -28,8 +28,8 @@ use looks::Looks;
 /// the transfer cancels what can be cancelled and frees no memory early.
 ///
 /// A transfer with a notification resolves when the peer's agent has the notification. Such a
-/// transfer may fail after its data has arrived: [`Error::report`] then returns what was moved, and
-/// the peer may still be notified.
+/// transfer may fail after its data has arrived: [`Error::report`](crate::Error::report) then
+/// returns a report of the data, and the peer may still be notified.
 #[must_use = "dropping a transfer cancels it"]
 pub struct Transfer(pub(crate) Arc<TransferInner>);
 
@@ -85,10 +85,8 @@ impl Transfer {
                 return result;
             }
             if until.passed() {
-                let error = Error::new(
-                    ErrorKind::TimedOut,
-                    "the wait for a transfer ended: wait longer, or await it",
-                );
+                let error = ErrorKind::TimedOut
+                    .because("the wait for a transfer ended: wait longer, or await it");
                 return Err(error.with_report(state.arrived.clone()));
             }
             state = self.0.finished.wait_until(state, until.instant());
@@ -142,10 +140,8 @@ impl Transfer {
                 promise.finish(Ok(()));
             }
             TicketStage::Forgotten => {
-                promise.finish(Err(Error::new(
-                    ErrorKind::Forgotten,
-                    "the transport lost the transfer: it never settles",
-                )));
+                promise.finish(Err(ErrorKind::Forgotten
+                    .because("the transport lost the transfer: it never settles")));
             }
             _ => state.settled.push(Arc::clone(&promise)),
         }
@@ -157,7 +153,7 @@ impl Transfer {
     /// notification cannot be recalled.
     pub fn cancel(&self) {
         if crate::fork::check().is_ok() {
-            self.0.cancel(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
+            self.0.cancel(ErrorKind::Cancelled.because("the transfer was cancelled"));
         }
     }
 
@@ -189,7 +185,7 @@ impl Canceller {
             && let Some(transfer) = self.0.upgrade()
             && !transfer.over.load(Ordering::Acquire)
         {
-            transfer.cancel(Error::new(ErrorKind::Cancelled, "the transfer was cancelled"));
+            transfer.cancel(ErrorKind::Cancelled.because("the transfer was cancelled"));
         }
     }
 }
@@ -217,7 +213,7 @@ impl Drop for Transfer {
             return;
         }
         if !matches!(self.0.state.lock().stage, TicketStage::Settled | TicketStage::Forgotten) {
-            self.0.cancel(Error::new(ErrorKind::Cancelled, "the transfer was dropped"));
+            self.0.cancel(ErrorKind::Cancelled.because("the transfer was dropped"));
         }
     }
 }

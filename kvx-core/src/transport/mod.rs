@@ -19,7 +19,7 @@ pub use turn::Turn;
 use crate::bound::BoundPlan;
 use crate::identity::{Generation, Identity, Invitation, LinkId};
 use crate::ticket::Ticket;
-use crate::{Capabilities, Error, ErrorKind, Result, TransferId};
+use crate::{Capabilities, ErrorKind, Result, TransferId};
 
 /// A backend, opened for one agent. Dropping the last handle ends its threads without waiting for
 /// them.
@@ -69,10 +69,8 @@ pub unsafe trait Transport: Send + Sync {
     /// # Errors
     /// `Unsupported` if the backend connects to kvx agents only.
     fn link_foreign(&self, _id: LinkId, _blob: &[u8]) -> Result<Arc<dyn Link>> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
-        ))
+        Err(ErrorKind::Unsupported
+            .because("this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
 
     /// Returns the bytes that an agent that is not kvx needs to reach this agent and the memory
@@ -81,10 +79,8 @@ pub unsafe trait Transport: Send + Sync {
     /// # Errors
     /// `Unsupported` if the backend connects to kvx agents only.
     fn foreign_metadata(&self) -> Result<Vec<u8>> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "this backend speaks to kvx agents only: use RIXL or MOONCAKE",
-        ))
+        Err(ErrorKind::Unsupported
+            .because("this backend speaks to kvx agents only: use RIXL or MOONCAKE"))
     }
 
     /// Called when the notification queue has space again after a [`QueueFull`].
@@ -141,7 +137,7 @@ pub unsafe trait Link: Send + Sync {
     /// # Errors
     /// `Unsupported` if the link leads to a kvx agent.
     fn import_foreign(&self, _range: ForeignRange) -> Result<Arc<dyn RemoteRegion>> {
-        Err(Error::new(ErrorKind::Unsupported, "this link leads to a kvx agent: use its regions"))
+        Err(ErrorKind::Unsupported.because("this link leads to a kvx agent: use its regions"))
     }
 
     /// Starts a transfer. Never blocks, but may move up to [`INLINE_BYTES`] in [`INLINE_SEGMENTS`]

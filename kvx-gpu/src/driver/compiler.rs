@@ -17,7 +17,7 @@ pub(crate) fn compile(
     options: &[CString],
 ) -> Result<Vec<u8>> {
     let source = CString::new(source).map_err(|error| {
-        Error::new(ErrorKind::Invalid, "the source contains a NUL").with_source(error)
+        ErrorKind::Invalid.because("the source contains a NUL").with_source(error)
     })?;
     let mut program: Program = std::ptr::null_mut();
     let (none, none_named) = (std::ptr::null(), std::ptr::null());
@@ -79,9 +79,9 @@ fn error(name: &str, failure: Failure, log: &str) -> Error {
     let (function, status) = match failure {
         Failure::Status(function, status) => (function.to_str().unwrap_or_default(), status),
         Failure::Other(error) => return error,
-        Failure::Missing(what) => return Error::new(ErrorKind::Unsupported, what),
+        Failure::Missing(what) => return ErrorKind::Unsupported.because(what),
     };
     let sentence =
         format!("{name} did not compile kvx's kernels: see the log, and report this as a bug");
-    Error::new(ErrorKind::Native, sentence).with_operation(function).with_native(status.into(), log)
+    ErrorKind::Native.because(sentence).with_operation(function).with_native(status.into(), log)
 }

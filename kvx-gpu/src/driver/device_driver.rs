@@ -79,7 +79,7 @@ impl Driver {
     /// Returns an error for a feature that this driver or device lacks.
     pub(crate) fn lacks(&self, what: &str) -> Error {
         let DeviceInfo { driver, name, version, .. } = &self.info;
-        Error::new(ErrorKind::Unsupported, format!("{name} with {driver} {version} has {what}"))
+        ErrorKind::Unsupported.because(format!("{name} with {driver} {version} has {what}"))
     }
 
     fn error(&self, failure: Failure) -> Error {
@@ -226,7 +226,7 @@ impl Driver {
         let bytes = handle.try_into().map_err(|_| {
             let (driver, len) = (self.info.driver, handle.len());
             let sentence = format!("a handle of {driver} has 64 bytes, and the peer's {len}");
-            Error::new(ErrorKind::Malformed, sentence)
+            ErrorKind::Malformed.because(sentence)
         })?;
         let (mut address, functions) = (0, &self.library.functions);
         // SAFETY: a location for one address; the driver validates the handle.
@@ -420,7 +420,7 @@ impl Driver {
 
 fn c_string(text: &str) -> Result<CString> {
     CString::new(text).map_err(|error| {
-        Error::new(ErrorKind::Invalid, "kvx's kernels contain a NUL").with_source(error)
+        ErrorKind::Invalid.because("kvx's kernels contain a NUL").with_source(error)
     })
 }
 

@@ -148,7 +148,7 @@ impl Library {
                     // releases with one of these file names.
                     unsafe { CompilerFunctions::find(&file, &vendor.functions) }
                 });
-                found.map_err(|why| Error::new(ErrorKind::Unavailable, why.to_string()))?
+                found.map_err(|why| ErrorKind::Unavailable.because(why.to_string()))?
             }
         };
         compiler::compile(&functions, vendor.name, SOURCE, &self.calls.compiler_options(device))

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use kvx_core::{Error, ErrorKind};
+use kvx_core::ErrorKind;
 
 use super::functions::{CallResult, VirtualMemoryFunctions};
 use super::types::{Access, DeviceNumber, Location, MappedMemory, PhysicalMemory};
@@ -41,7 +41,7 @@ impl VirtualMemory<'_> {
         unsafe { self.functions.granularity(&raw mut page, &raw const physical, 0) }?;
         let len = len.checked_next_multiple_of(page.max(1)).ok_or_else(|| {
             let sentence = format!("a pool of {len} bytes is larger than the address space");
-            Error::new(ErrorKind::Invalid, sentence)
+            ErrorKind::Invalid.because(sentence)
         })?;
         let mut handle = 0;
         // SAFETY: a location for one handle.

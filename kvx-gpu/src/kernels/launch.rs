@@ -1,7 +1,7 @@
 //! The arguments of a kernel launch: its entry, the size of the grid, and numbers.
 
 use kvx_core::backend::Hop;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::Swap;
 
@@ -113,10 +113,7 @@ impl Launch {
     pub fn permute(to: LaunchBlocks, from: LaunchBlocks, count: usize, swap: Swap) -> Result<Self> {
         let length = swap.length().filter(|length| *length <= u64::from(u32::MAX));
         let length = length.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("cannot permute blocks of 4 GiB or more: {swap:?}"),
-            )
+            ErrorKind::Invalid.because(format!("cannot permute blocks of 4 GiB or more: {swap:?}"))
         })?;
         let Swap { outer, rows, columns, run } = swap;
         let count = count as u64;

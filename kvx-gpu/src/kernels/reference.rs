@@ -127,8 +127,6 @@ fn range(base: u64, index: u64, stride: u64, length: u64, within: usize) -> Resu
 }
 
 fn out_of_bounds(start: u64, length: u64, within: usize) -> Error {
-    Error::new(
-        ErrorKind::OutOfBounds,
-        format!("{length} bytes at offset {start} are outside a buffer of {within} bytes"),
-    )
+    ErrorKind::OutOfBounds
+        .because(format!("{length} bytes at offset {start} are outside a buffer of {within} bytes"))
 }

@@ -1,6 +1,6 @@
 //! Permutations of a block's dimensions.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// Changes a block of the shape `[outer, rows, columns, run]` to `[outer, columns, rows, run]`. KV
 /// caches need no more: the content of one head and token stays together, and the dimensions around
@@ -75,9 +75,8 @@ impl Swap {
 fn run(ratio: u64, tokens: u64, content: u64) -> Result<u64> {
     let part = if ratio > 0 && tokens.is_multiple_of(ratio) { Some(tokens / ratio) } else { None };
     part.and_then(|part| part.checked_mul(content)).ok_or_else(|| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!("a block of {tokens} tokens cannot be divided into {ratio} equal blocks"),
-        )
+        ErrorKind::Invalid.because(format!(
+            "a block of {tokens} tokens cannot be divided into {ratio} equal blocks"
+        ))
     })
 }

@@ -296,7 +296,7 @@ fn result(reader: &mut Reader<'_>) -> Result<Result<(), Refusal>> {
 #[cfg(test)]
 mod tests {
     use kvx_core::backend::{PlacedGrid, RegionKey};
-    use kvx_core::{Error, ErrorKind, Grid};
+    use kvx_core::{ErrorKind, Grid};
 
     use super::*;
 
@@ -368,7 +368,7 @@ mod tests {
         let write = Message::Write { write: 1, into: described.clone(), from: described };
         assert!(write.encode().len() <= MAX_MESSAGE);
         const { assert!(control::MAX_MESSAGE <= MAX_MESSAGE) };
-        let long = Error::new(ErrorKind::Native, "é".repeat(5000));
+        let long = ErrorKind::Native.because("é".repeat(5000));
         let refused = Message::Done { write: 1, result: Err(Refusal::from(&long)) }.encode();
         assert!(Message::decode(&refused).is_ok());
     }

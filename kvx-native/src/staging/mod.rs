@@ -56,7 +56,7 @@ use std::sync::Arc;
 
 use kvx_core::backend::Extents;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result};
+use kvx_core::{DeviceAccess, ErrorKind, Memory, Result};
 
 pub(crate) use ends::{Fetch, Store};
 use pool::Pool;
@@ -181,13 +181,10 @@ impl Stager {
             let ours =
                 memory.device_access().is_some_and(|access| Arc::ptr_eq(access, &self.access));
             if !ours {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!(
-                        "{} memory of another device: stage it with the access it was adopted with",
-                        memory.kind()
-                    ),
-                ));
+                return Err(ErrorKind::Unsupported.because(format!(
+                    "{} memory of another device: stage it with the access it was adopted with",
+                    memory.kind()
+                )));
             }
         }
         let shared = SharedStream { token, wake: Arc::clone(&self.wake), events: Mutex::default() };

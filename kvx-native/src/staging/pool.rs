@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use super::stream::SharedStream;
 use kvx_core::backend::quarantine_for_ever;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result};
+use kvx_core::{DeviceAccess, ErrorKind, Memory, Result};
 
 /// The bounce buffers of one direction.
 pub(super) struct Pool {
@@ -39,16 +39,13 @@ impl Pool {
         if memory.kind().is_host() && memory.len() >= self.len {
             return Ok(memory);
         }
-        Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "the device provided {} bytes of {} memory as a bounce buffer instead of {} of \
-                 host memory: report this as a bug of its crate",
-                memory.len(),
-                memory.kind(),
-                self.len
-            ),
-        ))
+        Err(ErrorKind::Invalid.because(format!(
+            "the device provided {} bytes of {} memory as a bounce buffer instead of {} of host \
+             memory: report this as a bug of its crate",
+            memory.len(),
+            memory.kind(),
+            self.len
+        )))
     }
 
     /// Allocates the buffers that do not exist yet.
@@ -106,8 +103,7 @@ impl Pool {
             }
             if state.lost == state.made {
                 return Err(refused.unwrap_or_else(|| {
-                    Error::new(
-                        ErrorKind::Exhausted,
+                    ErrorKind::Exhausted.because(
                         "the device has lost a copy on each of the bounce buffers: restart the \
                          process, and report this as a bug of its crate",
                     )

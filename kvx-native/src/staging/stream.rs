@@ -90,8 +90,7 @@ impl Settle for DeviceCopy {
         if let Some(bounce) = bounce {
             bounce.lose();
         }
-        let error = Error::new(
-            ErrorKind::Forgotten,
+        let error = ErrorKind::Forgotten.because(
             "the device lost a copy: the memory on both sides is quarantined; report this as a bug \
              of its crate",
         );
@@ -207,13 +206,10 @@ impl Stream {
                 self.memories.get(extent.region as usize).map_or(0, |memory| memory.len() as u64);
             if extent.offset.checked_add(extent.len).is_none_or(|end| end > len) {
                 let Extent { region, offset, len: bytes } = extent;
-                return Err(self.fail(Error::new(
-                    ErrorKind::OutOfBounds,
-                    format!(
-                        "bytes {offset}..+{bytes} lie outside the {len} bytes of region {region} \
-                         of a staged stream"
-                    ),
-                )));
+                return Err(self.fail(ErrorKind::OutOfBounds.because(format!(
+                    "bytes {offset}..+{bytes} lie outside the {len} bytes of region {region} of a \
+                     staged stream"
+                ))));
             }
             self.planned.push(extent);
             at += extent.len as usize;
@@ -288,7 +284,7 @@ impl Stream {
     }
 
     pub(super) fn stop(&mut self) {
-        self.fail(Error::new(ErrorKind::Cancelled, "the staged stream was stopped"));
+        self.fail(ErrorKind::Cancelled.because("the staged stream was stopped"));
         let mut events = self.shared.events.lock();
         events.stopped = true;
         let buffers = (events.granted.take(), std::mem::take(&mut events.landed));

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// The version of the section. Later versions may append fields after the addresses.
 const VERSION: u8 = 1;
@@ -58,10 +58,8 @@ pub(crate) fn decode(section: &[u8]) -> Result<Vec<SocketAddr>> {
     if let Some(bad) =
         addresses.iter().find(|address| address.port() == 0 || address.ip().is_unspecified())
     {
-        return Err(Error::new(
-            ErrorKind::Malformed,
-            format!("malformed TCP address: peers cannot connect to {bad}"),
-        ));
+        return Err(ErrorKind::Malformed
+            .because(format!("malformed TCP address: peers cannot connect to {bad}")));
     }
     if version == VERSION {
         reader.end()?;

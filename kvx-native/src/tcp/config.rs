@@ -12,7 +12,7 @@
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::ops::RangeInclusive;
 
-use kvx_core::{Error, ErrorKind, Options, Result};
+use kvx_core::{ErrorKind, Options, Result};
 
 use crate::tcp::address::MAX_ADDRESSES;
 use crate::tcp::seal::Seal;
@@ -49,24 +49,17 @@ impl Config {
         let advertise = table.texts("advertise")?.unwrap_or_default();
         if advertise.len() > MAX_ADDRESSES {
             let count = advertise.len();
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "option \"tcp.advertise\" has {count} addresses; write at most {MAX_ADDRESSES}"
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "option \"tcp.advertise\" has {count} addresses; write at most {MAX_ADDRESSES}"
+            )));
         }
         let advertise =
             advertise.iter().map(|text| resolve("advertise", text)).collect::<Result<Vec<_>>>()?;
         if let Some(bad) = advertise.iter().find(|address| address.ip().is_unspecified()) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "option \"tcp.advertise\" is {}: peers cannot connect to that; write an \
-                     address",
-                    bad.ip()
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "option \"tcp.advertise\" is {}: peers cannot connect to that; write an address",
+                bad.ip()
+            )));
         }
         let ports = match table.text("ports") {
             Ok(text) => text.map(parse_ports).transpose()?,
@@ -96,10 +89,9 @@ impl Config {
 fn parse_seal(text: &str) -> Result<Seal> {
     let found = Seal::NAMED.into_iter().find(|(name, _)| *name == text);
     found.map(|(_, seal)| seal).ok_or_else(|| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!("option \"tcp.seal\" is {text:?}; write \"all\", \"control\" or \"none\""),
-        )
+        ErrorKind::Invalid.because(format!(
+            "option \"tcp.seal\" is {text:?}; write \"all\", \"control\" or \"none\""
+        ))
     })
 }
 
@@ -108,13 +100,10 @@ fn parse_ports(text: &str) -> Result<RangeInclusive<u16>> {
     let (from, to) = text.split_once('-').unwrap_or((text, text));
     match (from.trim().parse::<u16>(), to.trim().parse::<u16>()) {
         (Ok(from), Ok(to)) if from > 0 && from <= to => Ok(from..=to),
-        _ => Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such \
-                 as \"7000-7010\""
-            ),
-        )),
+        _ => Err(ErrorKind::Invalid.because(format!(
+            "option \"tcp.ports\" is {text:?}; write a port such as \"7000\" or a range such as \
+             \"7000-7010\""
+        ))),
     }
 }
 
@@ -131,13 +120,10 @@ fn resolve(key: &str, text: &str) -> Result<SocketAddr> {
         None => (text, Some(0)),
     };
     let wrong = |why: String| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name \
-                 that resolves"
-            ),
-        )
+        ErrorKind::Invalid.because(format!(
+            "option \"tcp.{key}\" is {text:?}, {why}; write an address of this host or a name that \
+             resolves"
+        ))
     };
     let port = port.ok_or_else(|| wrong("whose port is not a number".into()))?;
     let mut found = (name, port)

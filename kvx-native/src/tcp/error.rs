@@ -45,13 +45,10 @@ pub(crate) fn unreachable(address: SocketAddr, errno: Errno) -> Error {
 
 /// Returns the error of a handshake that was not finished in time.
 pub(crate) fn no_answer(address: SocketAddr) -> Error {
-    Error::new(
-        ErrorKind::PeerLost,
-        format!(
-            "no answer from {address} in time: check that the peer runs, that a kvx agent listens \
-             there, and that no firewall drops packets to this port"
-        ),
-    )
+    ErrorKind::PeerLost.because(format!(
+        "no answer from {address} in time: check that the peer runs, that a kvx agent listens \
+         there, and that no firewall drops packets to this port"
+    ))
 }
 
 /// Returns the error of work on a link that has been lost.
@@ -62,5 +59,5 @@ pub(crate) fn gone() -> Error {
 
 /// Returns the error of work on something that was closed.
 pub(crate) fn closed(what: &'static str) -> Error {
-    Error::new(ErrorKind::Closed, format!("{what} was closed")).with_backend(NAME)
+    ErrorKind::Closed.because(format!("{what} was closed")).with_backend(NAME)
 }

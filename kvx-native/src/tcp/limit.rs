@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// Counts the connections of peers that have proven themselves.
 pub(crate) struct ConnectionLimit {
@@ -26,13 +26,10 @@ impl ConnectionLimit {
             return Ok(ConnectionPlace(Arc::clone(self)));
         }
         let max = self.max;
-        Err(Error::new(
-            ErrorKind::Exhausted,
-            format!(
-                "the peer serves {max} connections already (\"tcp.max_connections\"): raise that, \
-                 or try later"
-            ),
-        ))
+        Err(ErrorKind::Exhausted.because(format!(
+            "the peer serves {max} connections already (\"tcp.max_connections\"): raise that, or \
+             try later"
+        )))
     }
 }
 

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::sync::Arc;
 
 use kvx_core::backend::{BoundPlan, LocalRegion, PlacedGrid, RegionSpec, Ticket};
-use kvx_core::{Error, ErrorKind, RegionId, Result};
+use kvx_core::{ErrorKind, RegionId, Result};
 
 use crate::tcp::context::AgentContext;
 use crate::tcp::memory::deferred::Concern;
@@ -56,10 +56,7 @@ impl TcpRegion {
             let any: &dyn Any = &*plan.local(region).region;
             let region = any.downcast_ref::<TcpRegion>().map(|region| Arc::clone(&region.served));
             region.ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Invalid,
-                    "a plan over TCP contains a region of another transport",
-                )
+                ErrorKind::Invalid.because("a plan over TCP contains a region of another transport")
             })
         };
         Ok((order.into_iter().map(served).collect::<Result<_>>()?, grids))

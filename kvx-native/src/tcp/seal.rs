@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// The part of a connection that is sealed after the handshake: `tcp.seal`. The stricter of both
 /// ends' settings counts.
@@ -30,13 +30,10 @@ impl Seal {
     pub(crate) fn of_number(number: u8) -> Result<Self> {
         let found = Self::NAMED.into_iter().find(|(_, seal)| seal.number() == number);
         found.map(|(_, seal)| seal).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Malformed,
-                format!(
-                    "malformed handshake: unknown seal {number}; update kvx on both ends to the \
-                     same release"
-                ),
-            )
+            ErrorKind::Malformed.because(format!(
+                "malformed handshake: unknown seal {number}; update kvx on both ends to the same \
+                 release"
+            ))
         })
     }
 }

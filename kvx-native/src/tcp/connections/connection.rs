@@ -130,10 +130,7 @@ enum Change {
 }
 
 fn out_of_turn(header: Header) -> Error {
-    Error::new(
-        ErrorKind::Malformed,
-        format!("malformed conversation: unexpected {:?}", header.frame),
-    )
+    ErrorKind::Malformed.because(format!("malformed conversation: unexpected {:?}", header.frame))
 }
 
 /// A connection.

@@ -35,17 +35,14 @@ const NO_ROOM: u8 = 1;
 pub(crate) type Agreement = (Seal, Box<Seals>);
 
 fn unexpected(header: Header) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed handshake: unexpected {:?}", header.frame))
+    ErrorKind::Malformed.because(format!("malformed handshake: unexpected {:?}", header.frame))
 }
 
 fn no_version(owner: Versions, initiator: Versions) -> Error {
-    Error::new(
-        ErrorKind::Incompatible,
-        format!(
-            "the owner speaks versions {owner} of the TCP protocol, the initiator {initiator}: \
-             update kvx on both ends to releases with a common version"
-        ),
-    )
+    ErrorKind::Incompatible.because(format!(
+        "the owner speaks versions {owner} of the TCP protocol, the initiator {initiator}: update \
+         kvx on both ends to releases with a common version"
+    ))
 }
 
 fn invited_key(keys: &Keys) -> Key {

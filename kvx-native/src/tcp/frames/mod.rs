@@ -295,10 +295,9 @@ pub(crate) fn put_refuse(out: &mut Vec<u8>, error: &Error) {
 pub(crate) fn read_refuse(body: &[u8]) -> Error {
     match read_end(body) {
         Ok(Err(error)) => error,
-        Ok(Ok(())) => Error::new(
-            ErrorKind::Authentication,
-            "the peer refused the connection without a reason",
-        ),
+        Ok(Ok(())) => {
+            ErrorKind::Authentication.because("the peer refused the connection without a reason")
+        }
         Err(error) => error,
     }
 }
@@ -353,13 +352,13 @@ mod tests {
     #[test]
     fn a_refusal_keeps_kind_and_sentence() {
         let mut bytes = Vec::new();
-        put_end(&mut bytes, 9, Err(&Error::new(ErrorKind::WrongKey, "wrong key for region #3")));
+        put_end(&mut bytes, 9, Err(&ErrorKind::WrongKey.because("wrong key for region #3")));
         let error = read_end(&bytes[HEADER..]).unwrap().unwrap_err();
         assert_eq!(
             (error.kind(), error.sentence()),
             (ErrorKind::WrongKey, "wrong key for region #3")
         );
-        let long = Error::new(ErrorKind::Busy, "ä".repeat(5000));
+        let long = ErrorKind::Busy.because("ä".repeat(5000));
         bytes.clear();
         put_end(&mut bytes, 9, Err(&long));
         assert!(bytes.len() - HEADER <= Frame::End.max_len());
@@ -378,7 +377,7 @@ mod tests {
     fn mutated_bodies_are_errors_or_bounded_messages() {
         let hello = Hello { versions: VERSIONS, invited: &[1; 49], mistaken: &[2; 48] }.encode();
         let mut end = Vec::new();
-        put_end(&mut end, 1, Err(&Error::new(ErrorKind::Revoked, "region #3 wäs revoked")));
+        put_end(&mut end, 1, Err(&ErrorKind::Revoked.because("region #3 wäs revoked")));
         end.drain(..HEADER);
         let mut state = 0x9e37_79b9_7f4a_7c15_u64;
         let mut draw = |below: usize| {

@@ -11,7 +11,7 @@ use kvx_core::backend::{
     BoundPlan, Invitation, LinkId, LocalRegion, LocalSide, Pair, PlacedGrid, RegionKey, RemoteSide,
     Ticket,
 };
-use kvx_core::{Error, ErrorKind, Grid, Indices, Op, RegionId, TransferId};
+use kvx_core::{ErrorKind, Grid, Indices, Op, RegionId, TransferId};
 
 use super::{FuzzStep, LANES, Lanes, WatchedMemory, next, who};
 use crate::tcp::connections::connection::Role;
@@ -77,7 +77,7 @@ fn run(bytes: &[u8], seal: Seal) {
             }
             FuzzStep::Own(1, at) => {
                 if let Some((id, _)) = &slots[usize::from(at) % SLOTS.len()].posted {
-                    let why = Error::new(ErrorKind::Cancelled, "cancelled by the script");
+                    let why = ErrorKind::Cancelled.because("cancelled by the script");
                     peer.give_up(*id, why, &mut lanes.conns, &mut lanes.scope, &mut out, |_| {});
                 }
             }
@@ -96,7 +96,7 @@ fn run(bytes: &[u8], seal: Seal) {
     lanes.end();
     let mut out = Outbox::default();
     peer.lost(
-        Error::new(ErrorKind::PeerLost, "the script has ended"),
+        ErrorKind::PeerLost.because("the script has ended"),
         &lanes.scope.context.deferred,
         &mut out,
     );

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::{RegionKey, RegionSpec, Ticket};
-use kvx_core::{Error, ErrorKind, Memory, Op, RegionId, TransferId};
+use kvx_core::{ErrorKind, Memory, Op, RegionId, TransferId};
 use kvx_testkit::Random;
 
 use super::initiator::{self, BLOCKS, DONE, OPEN, ORDERS, SLOTS, Slot};
@@ -169,7 +169,7 @@ impl Pair {
 
     fn give_up(&mut self, at: usize, out: &mut Outbox) {
         let Some((id, _)) = &self.slots[at].posted else { return };
-        let why = Error::new(ErrorKind::Cancelled, "cancelled by the seed");
+        let why = ErrorKind::Cancelled.because("cancelled by the seed");
         let Pair { peer, initiator, .. } = self;
         let peer = peer.as_mut().expect("the link has not ended");
         peer.give_up(*id, why, &mut initiator.conns, &mut initiator.scope, out, |_| {});
@@ -286,7 +286,7 @@ fn run(seed: u64) -> (u64, Killed) {
     pair.check();
     pair.initiator.end();
     let mut out = Outbox::default();
-    let why = Error::new(ErrorKind::PeerLost, "the run has ended");
+    let why = ErrorKind::PeerLost.because("the run has ended");
     let peer = pair.peer.take().expect("the link ends once");
     peer.lost(why, &pair.initiator.scope.context.deferred, &mut out);
     pair.settle(out);

@@ -25,14 +25,11 @@ impl Machine {
                 Effect::Welcome { link, lane, seal } => self.welcome((link, lane), seal, now, out),
                 Effect::Restarted { link } => {
                     let Some(peer) = self.peers.get(&link) else { continue };
-                    let why = Error::new(
-                        ErrorKind::PeerRestarted,
-                        format!(
-                            "agent {} does not recognise this metadata: it was restarted; connect \
-                             with its new metadata",
-                            peer.who.name
-                        ),
-                    );
+                    let why = ErrorKind::PeerRestarted.because(format!(
+                        "agent {} does not recognise this metadata: it was restarted; connect with \
+                         its new metadata",
+                        peer.who.name
+                    ));
                     if peer.lanes_up == 0 && peer.address + 1 < peer.addresses.len() {
                         self.open_link(link, Some(why), now, out);
                         continue;

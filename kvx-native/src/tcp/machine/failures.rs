@@ -219,8 +219,7 @@ impl Machine {
 }
 
 fn hangs() -> Error {
-    Error::new(
-        ErrorKind::PeerLost,
+    ErrorKind::PeerLost.because(
         "unresolved page fault in memory that takes part in a transfer: check what backs it \
          (userfaultfd, a file whose server hangs), then connect again",
     )

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::fork::Private;
-use kvx_core::{Error, ErrorKind, RegionId};
+use kvx_core::{ErrorKind, RegionId};
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 
@@ -107,10 +107,8 @@ impl Machine {
                 vacant.insert(key);
             }
             Entry::Occupied(_) => {
-                let error = Error::new(
-                    ErrorKind::Malformed,
-                    format!("lane {} of a link exists already", lane.lane),
-                );
+                let error = ErrorKind::Malformed
+                    .because(format!("lane {} of a link exists already", lane.lane));
                 self.failed(key, error, now, out);
             }
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvx_backend::reactor::{Armed, DetachedWork, Outbox, Progress, Queued, SLICE, Turn};
 use kvx_core::backend::{INLINE_BYTES, LinkId};
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::tcp::connections::connection::{Conn, Role};
 use crate::tcp::connections::lane::Scope;
@@ -61,7 +61,7 @@ impl Progress for Machine {
                 None => out.settle(done, Err(error::gone())),
             },
             Command::Cancel { link, id } => {
-                let why = Error::new(ErrorKind::Cancelled, "the transfer was cancelled");
+                let why = ErrorKind::Cancelled.because("the transfer was cancelled");
                 self.give_up(link, id, why, out);
                 self.links_with_output.push(link);
             }

@@ -256,7 +256,7 @@ impl DeferredCompletions {
                      land: check what backs that memory, or have the owner register other memory",
                     served.id
                 );
-                Err(Error::new(ErrorKind::Exhausted, why))
+                Err(ErrorKind::Exhausted.because(why))
             }
         }
     }

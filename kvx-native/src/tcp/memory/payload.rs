@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::staging::{Fetch, Store};
 use kvx_core::backend::{BoundPlan, Extents};
-use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
+use kvx_core::{ErrorKind, Memory, RegionId, Result};
 
 use crate::tcp::memory::deferred::{Concern, DeferredCompletions, LateAnswer, PendingAccess};
 use crate::tcp::memory::regions::{ServedRegion, ServedRegions};
@@ -299,8 +299,7 @@ impl StagedBlocks {
             regions.iter().map(|served| served.stage.as_ref().map(|stage| stage.number));
         let first = numbers.next().flatten();
         if numbers.any(|number| number != first) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
+            return Err(ErrorKind::Unsupported.because(
                 "a request names memory of several devices: its initiator must send one request \
                  for each",
             ));

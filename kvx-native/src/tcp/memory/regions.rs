@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvx_backend::control::RegionTable;
 use kvx_core::backend::sync::{Mutex, MutexGuard};
 use kvx_core::backend::{BoundPlan, Pair, RegionKey, RegionSpec, RemoteRegion};
-use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
+use kvx_core::{ErrorKind, Memory, RegionId, Result};
 
 use crate::tcp::memory::stages::DeviceStage;
 
@@ -66,10 +66,10 @@ pub(crate) fn import(export: &[u8]) -> Result<u32> {
     match (export, export.first_chunk()) {
         ([], _) => Ok(0),
         (_, Some(number)) => Ok(u32::from_le_bytes(*number)),
-        (_, None) => Err(Error::new(
-            ErrorKind::Malformed,
-            "malformed export of a region: the metadata was altered",
-        )),
+        (_, None) => {
+            Err(ErrorKind::Malformed
+                .because("malformed export of a region: the metadata was altered"))
+        }
     }
 }
 

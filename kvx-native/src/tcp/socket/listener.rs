@@ -113,14 +113,11 @@ fn busy(bind: IpAddr, from: u16, to: u16) -> Error {
 }
 
 fn unspecified(bind: IpAddr) -> Error {
-    Error::new(
-        ErrorKind::Invalid,
-        format!(
-            "\"tcp.bind\" is {bind}, which means all addresses of this host, but peers need a \
-             specific one: set \"tcp.advertise\" to one that they reach, of {}",
-            list()
-        ),
-    )
+    ErrorKind::Invalid.because(format!(
+        "\"tcp.bind\" is {bind}, which means all addresses of this host, but peers need a specific \
+         one: set \"tcp.advertise\" to one that they reach, of {}",
+        list()
+    ))
 }
 
 fn list() -> String {

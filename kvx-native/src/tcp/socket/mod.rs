@@ -94,10 +94,8 @@ pub(crate) unsafe fn receive(
     let got =
         unsafe { libc::readv(socket.as_raw_fd(), pieces.as_ptr(), pieces.len() as libc::c_int) };
     match outcome(got)? {
-        Some(0) => Err(Error::new(
-            ErrorKind::PeerLost,
-            "the peer closed the connection: check whether it still runs",
-        )),
+        Some(0) => Err(ErrorKind::PeerLost
+            .because("the peer closed the connection: check whether it still runs")),
         got => Ok(got),
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use kvx_backend::reactor::WorkQueue;
 use kvx_core::backend::{BoundPlan, Extents, LinkId};
-use kvx_core::{Error, ErrorKind, Op, Result, TransferId};
+use kvx_core::{ErrorKind, Op, Result, TransferId};
 use slab::Slab;
 
 use crate::described::{Described, Part, Side};
@@ -203,10 +203,9 @@ impl RequestLane {
                     Op::Write => Local::From(staged.source(self.number, token, concern)?),
                 });
             }
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "device memory was registered without a way to copy it",
-            ));
+            return Err(
+                ErrorKind::Invalid.because("device memory was registered without a way to copy it")
+            );
         }
         let grids = match part.grids.len() == pair.local.len() {
             true => Arc::clone(&pair.local),

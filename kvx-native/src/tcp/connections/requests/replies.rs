@@ -12,7 +12,7 @@ use crate::tcp::memory::payload::Sink;
 use crate::tcp::socket::chunk::Chunk;
 
 fn malformed(why: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::Malformed, format!("the peer's answer is invalid: {why}"))
+    ErrorKind::Malformed.because(format!("the peer's answer is invalid: {why}"))
 }
 
 impl RequestLane {

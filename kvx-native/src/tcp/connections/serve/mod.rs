@@ -80,11 +80,11 @@ pub(crate) struct ServedLane {
 }
 
 fn malformed(why: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed conversation: {why}"))
+    ErrorKind::Malformed.because(format!("malformed conversation: {why}"))
 }
 
 fn cancelled() -> Error {
-    Error::new(ErrorKind::Cancelled, "cancelled by its initiator")
+    ErrorKind::Cancelled.because("cancelled by its initiator")
 }
 
 /// Returns the memory that streams over these regions touch.
@@ -279,7 +279,7 @@ impl ServedLane {
         scope: &mut Scope,
     ) {
         let revoked =
-            Error::new(ErrorKind::Revoked, format!("region {region} was revoked by its owner"));
+            ErrorKind::Revoked.because(format!("region {region} was revoked by its owner"));
         self.stop_reads(|reading| reading.source.touches(region), &revoked, output, scope);
         self.refuse_writes(|_, sink| sink.touches(region), &revoked, input, output, scope);
     }

@@ -14,18 +14,15 @@ use crate::tcp::seal::Seal;
 
 /// Returns the error that only one end has a secret.
 fn one_sided(who: &str) -> Error {
-    Error::new(
-        ErrorKind::Authentication,
-        format!(
-            "{who} has a shared secret and the other agent has none: give both the same, or neither"
-        ),
-    )
+    ErrorKind::Authentication.because(format!(
+        "{who} has a shared secret and the other agent has none: give both the same, or neither"
+    ))
 }
 
 fn not_the_peer() -> Error {
     let why = "the answer was altered, or does not prove that it comes from the peer: look for a \
                proxy or an attacker on the path";
-    Error::new(ErrorKind::Malformed, why)
+    ErrorKind::Malformed.because(why)
 }
 
 /// The result of the initiator's handshake.

@@ -58,7 +58,7 @@ fn converse_altered(
         let header = Header::decode(said.first_chunk()?).ok()?;
         Some((header, said[HEADER..].get(..header.len)?.to_vec()))
     };
-    let cut_off = || Error::new(ErrorKind::PeerLost, "no complete frame arrived");
+    let cut_off = || ErrorKind::PeerLost.because("no complete frame arrived");
     loop {
         alter(frames.len() - 1, frames.last_mut().unwrap());
         let mut reply = Vec::new();
@@ -157,7 +157,7 @@ fn a_restart_is_reported_without_a_name_and_with_a_secret_only_by_its_holder() {
     }
     // Without the secret, that answer is not trusted.
     let mut restarted = Vec::new();
-    put_refuse(&mut restarted, &Error::new(ErrorKind::PeerRestarted, "restarted"));
+    put_refuse(&mut restarted, &ErrorKind::PeerRestarted.because("restarted"));
     let (mut initiator, _) = greets(&keys(2, secret(3)), Seal::None);
     let (header, body) = frame(&restarted);
     assert_eq!(

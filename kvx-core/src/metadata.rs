@@ -110,13 +110,6 @@ impl Metadata {
     /// # Errors
     /// `Exhausted` if there are more regions or backends, or longer addresses, than readers accept.
     pub fn encode(&self) -> Result<Vec<u8>> {
-        let limit = |what: &str, is: usize, max: usize| {
-            if is <= max {
-                return Ok(());
-            }
-            Err(ErrorKind::Exhausted
-                .because(format!("{is} {what} in one agent's metadata, at most {max} are allowed")))
-        };
         limit("regions", self.regions.len(), MAX_REGIONS)?;
         limit("backends", self.backends.len(), MAX_BACKENDS)?;
         let mut out = Vec::with_capacity(256 + 128 * self.regions.len());
@@ -143,9 +136,7 @@ impl Metadata {
             });
         }
         for region in &self.regions {
-            for (_, export) in &region.exports {
-                limit("bytes of a region's export", export.len(), MAX_EXPORT)?;
-            }
+            check_exports(region)?;
             section(&mut out, REGION, |out| put_region(out, region));
         }
         limit("bytes", out.len(), MAX_BYTES)?;
@@ -255,6 +246,20 @@ impl Metadata {
     }
 }
 
+fn limit(what: &str, is: usize, max: usize) -> Result<()> {
+    if is <= max {
+        return Ok(());
+    }
+    Err(ErrorKind::Exhausted
+        .because(format!("{is} {what} in one agent's metadata, at most {max} are allowed")))
+}
+
+fn check_exports(region: &RegionInfo) -> Result<()> {
+    let mut exports = region.exports.iter();
+    exports
+        .try_for_each(|(_, export)| limit("bytes of a region's export", export.len(), MAX_EXPORT))
+}
+
 fn section(out: &mut Vec<u8>, tag: u16, write: impl FnOnce(&mut Vec<u8>)) {
     out.put_u16(tag);
     let at = out.len();
@@ -269,12 +274,7 @@ fn section(out: &mut Vec<u8>, tag: u16, write: impl FnOnce(&mut Vec<u8>)) {
 /// # Errors
 /// `Exhausted` if a backend's bytes for the region are too long.
 pub(crate) fn encode_region(owner: &Identity, region: &RegionInfo) -> Result<Vec<u8>> {
-    if let Some((_, export)) = region.exports.iter().find(|(_, export)| export.len() > MAX_EXPORT) {
-        return Err(ErrorKind::Exhausted.because(format!(
-            "{} bytes of a region's export, at most {MAX_EXPORT} are allowed",
-            export.len()
-        )));
-    }
+    check_exports(region)?;
     let mut out = Vec::with_capacity(128);
     out.put(&REGION_MAGIC);
     out.put_u16(*VERSIONS.start());

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
 use crate::budget::Budget;
+use crate::completion::{Completion, Promise};
 use crate::deadline::Clock;
 use crate::fault_injection::injected;
 use crate::identity::{Identity, LinkId, RegionId, TransferId};
@@ -14,7 +15,7 @@ use crate::region::core::RegionCore;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
 use crate::transport::{Admission, Events, LinkState, QueueFull, Transport};
-use crate::{Error, ErrorKind, MemoryKind, Result, Sender, fork};
+use crate::{Deadline, Error, ErrorKind, MemoryKind, Result, Sender, fork};
 
 pub(crate) struct AgentInner {
     pub(crate) identity: Identity,
@@ -216,6 +217,23 @@ impl AgentInner {
         for open in &self.transports {
             open.transport.resume();
         }
+    }
+
+    /// Begins an operation that fails with `TimedOut` and the sentence `late` at its deadline, and
+    /// at once if the agent has been shut down.
+    pub(crate) fn begin<T: Send + 'static>(
+        &self,
+        deadline: Deadline,
+        late: &'static str,
+        start: impl FnOnce(&Arc<Promise<T>>),
+    ) -> Completion<T> {
+        if let Err(error) = self.check_open() {
+            return Completion::ready(Err(error));
+        }
+        let promise = Promise::new();
+        promise.by(&self.clock, deadline, move || ErrorKind::TimedOut.because(late));
+        start(&promise);
+        Completion::of(promise)
     }
 
     pub(crate) fn is_closed(&self) -> bool {

@@ -407,19 +407,13 @@ impl Agent {
         senders: usize,
         deadline: impl Into<Deadline>,
     ) -> Completion<Vec<Identity>> {
-        if let Err(error) = self.0.inner.check_open() {
-            return Completion::ready(Err(error));
-        }
-        let promise = Promise::new();
-        let late = || {
-            ErrorKind::TimedOut
-                .because("not all of the expected notifications arrived by the deadline")
-        };
-        promise.by(&self.0.inner.clock, deadline.into(), late);
-        if self.0.inner.inbox.wait_for_senders(bytes.as_ref(), senders, &promise) {
-            self.0.inner.resume_transports();
-        }
-        Completion::of(promise)
+        let agent = &self.0.inner;
+        let late = "not all of the expected notifications arrived by the deadline";
+        agent.begin(deadline.into(), late, |promise| {
+            if agent.inbox.wait_for_senders(bytes.as_ref(), senders, promise) {
+                agent.resume_transports();
+            }
+        })
     }
 
     /// Shuts the agent down: fails what is in flight, revokes all regions, closes the transports

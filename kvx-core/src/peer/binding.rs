@@ -3,7 +3,7 @@
 use std::sync::{Arc, Weak};
 
 use super::candidates::Imported;
-use super::links::{About, PeerInner};
+use super::links::PeerInner;
 use crate::bound::{BoundPlan, KeepsBound, LocalSide, RemoteSide};
 use crate::grid::Place;
 use crate::identity::LinkId;
@@ -98,11 +98,7 @@ impl PeerInner {
                     info.name
                 )));
             }
-            let About::Kvx(metadata) = &state.about else {
-                return Err(ErrorKind::Invalid
-                    .because("a foreign agent has no named regions: use Peer::foreign"));
-            };
-            metadata.backend(candidate.backend).map(|(position, _)| position)
+            state.about.metadata()?.backend(candidate.backend).map(|(position, _)| position)
         };
         let export = position.and_then(|position| info.export(position)).ok_or_else(|| {
             ErrorKind::Unsupported

@@ -70,6 +70,16 @@ pub(crate) enum About {
     Foreign(Arc<[u8]>),
 }
 
+impl About {
+    pub(super) fn metadata(&self) -> Result<&Metadata> {
+        match self {
+            About::Kvx(metadata) => Ok(metadata),
+            About::Foreign(_) => Err(ErrorKind::Invalid
+                .because("a foreign agent has no named regions: use Peer::foreign")),
+        }
+    }
+}
+
 /// The next step of `dispatch` for a candidate.
 enum Dispatch {
     Open(LinkId),

@@ -10,7 +10,7 @@ mod requests;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::completion::{Completion, Promise};
+use crate::completion::Completion;
 use crate::fault_injection::injected;
 use crate::identity::Identity;
 use crate::metadata::{Metadata, decode_region};
@@ -47,10 +47,8 @@ impl Peer {
     /// `Invalid` for a foreign peer, whose regions have no names; `Forked`.
     pub fn region(&self, name: &str) -> Result<PeerRegion> {
         crate::fork::check()?;
-        let About::Kvx(metadata) = self.0.about() else {
-            return Err(ErrorKind::Invalid
-                .because("a foreign agent has no named regions: use Peer::foreign"));
-        };
+        let about = self.0.about();
+        let metadata = about.metadata()?;
         let found = metadata.regions.iter().find(|region| *region.name == *name);
         let found = found
             .or_else(|| if injected("unregistered") { metadata.regions.first() } else { None });
@@ -120,10 +118,8 @@ impl Peer {
     pub fn import_region(&self, metadata: impl AsRef<[u8]>) -> Result<PeerRegion> {
         crate::fork::check()?;
         let (incarnation, info) = decode_region(metadata.as_ref())?;
-        let About::Kvx(known) = self.0.about() else {
-            return Err(ErrorKind::Invalid
-                .because("a foreign agent has no named regions: use Peer::foreign"));
-        };
+        let about = self.0.about();
+        let backends = about.metadata()?.backends.len();
         if incarnation != self.0.identity.incarnation {
             return Err(Error::new(
                 ErrorKind::PeerRestarted,
@@ -132,7 +128,7 @@ impl Peer {
             )
             .with_peer(Arc::clone(&self.0.identity.name)));
         }
-        if info.exports.iter().any(|(at, _)| usize::from(*at) >= known.backends.len()) {
+        if info.exports.iter().any(|(at, _)| usize::from(*at) >= backends) {
             return Err(ErrorKind::Malformed.because(format!(
                 "region {} names a backend that the peer does not list",
                 info.name
@@ -180,17 +176,14 @@ impl Peer {
     /// `PeerLost` and the other errors of [`ready`](Peer::ready); `Closed`; `Forked`.
     pub fn notify(&self, bytes: impl AsRef<[u8]>, deadline: impl Into<Deadline>) -> Completion<()> {
         let bytes = bytes.as_ref();
-        if let Err(error) = self.0.agent.check_open().and_then(|()| check_notification(bytes)) {
-            return Completion::ready(Err(error));
-        }
-        let promise = Promise::new();
-        let late = || {
-            ErrorKind::TimedOut
-                .because("the peer did not acknowledge the notification by the deadline")
-        };
-        promise.by(&self.0.agent.clock, deadline.into(), late);
-        self.0.dispatch(LinkRequest::Notify(bytes.into(), Ticket::of(Arc::clone(&promise) as _)));
-        Completion::of(promise)
+        let late = "the peer did not acknowledge the notification by the deadline";
+        self.0.agent.begin(deadline.into(), late, |promise| match check_notification(bytes) {
+            Ok(()) => {
+                let ticket = Ticket::of(Arc::clone(promise) as _);
+                self.0.dispatch(LinkRequest::Notify(bytes.into(), ticket));
+            }
+            Err(error) => _ = promise.finish(Err(error)),
+        })
     }
 
     /// Waits until a link to the peer is up. Posting does not require it.
@@ -201,14 +194,10 @@ impl Peer {
     /// reported that, otherwise `NoRoute`. If only one backend was considered, its own error.
     /// `Closed`; `Forked`.
     pub fn ready(&self, deadline: impl Into<Deadline>) -> Completion<()> {
-        if let Err(error) = self.0.agent.check_open() {
-            return Completion::ready(Err(error));
-        }
-        let promise = Promise::new();
-        let late = || ErrorKind::TimedOut.because("no link to the peer came up by the deadline");
-        promise.by(&self.0.agent.clock, deadline.into(), late);
-        self.0.dispatch(LinkRequest::Ready(Ticket::of(Arc::clone(&promise) as _)));
-        Completion::of(promise)
+        let late = "no link to the peer came up by the deadline";
+        self.0.agent.begin(deadline.into(), late, |promise| {
+            self.0.dispatch(LinkRequest::Ready(Ticket::of(Arc::clone(promise) as _)));
+        })
     }
 
     /// Returns the backend that serves the peer, and why the others do not.
@@ -231,14 +220,8 @@ impl Peer {
     /// `TimedOut` if the peer is not lost at the deadline; `Closed` if this handle and its clones
     /// are dropped or the agent is shut down; `Forked`.
     pub fn loss(&self, deadline: impl Into<Deadline>) -> Completion<Error> {
-        if let Err(error) = self.0.agent.check_open() {
-            return Completion::ready(Err(error));
-        }
-        let promise = Promise::new();
-        let late = || ErrorKind::TimedOut.because("the peer was not lost by the deadline");
-        promise.by(&self.0.agent.clock, deadline.into(), late);
-        self.0.on_loss(&promise);
-        Completion::of(promise)
+        let late = "the peer was not lost by the deadline";
+        self.0.agent.begin(deadline.into(), late, |promise| self.0.on_loss(promise))
     }
 
     /// Returns the reason why the peer is lost, if it is. Transfers may fail with that reason a

@@ -77,11 +77,11 @@ pub async fn serve(
 
 pub(crate) fn router(service: Arc<Service>) -> Router {
     Router::new()
-        .route(COMPLETIONS, post(completions))
-        .route(CHAT_COMPLETIONS, post(chat_completions))
+        .route(COMPLETIONS, post(complete::<false>))
+        .route(CHAT_COMPLETIONS, post(complete::<true>))
         .route("/v1/models", get(models))
-        .route("/tokenize", post(tokenize::tokenize))
-        .route("/detokenize", post(tokenize::detokenize))
+        .route("/tokenize", tokenize::answer_with(tokenize::tokens))
+        .route("/detokenize", tokenize::answer_with(tokenize::text))
         .route("/health", get(health))
         .route("/ping", get(health).post(health))
         .route("/version", get(version))
@@ -93,50 +93,31 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
         .with_state(service)
 }
 
-async fn completions(
+async fn complete<const CHAT: bool>(
     State(service): Shared,
-    client: Client,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Result<Response<Body>> {
-    complete(service, false, client, headers, body).await
-}
-
-async fn chat_completions(
-    State(service): Shared,
-    client: Client,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Result<Response<Body>> {
-    complete(service, true, client, headers, body).await
-}
-
-async fn complete(
-    service: Arc<Service>,
-    chat: bool,
     client: Client,
     headers: HeaderMap,
     body: RequestBody,
 ) -> Result<Response<Body>> {
     let rank = service.rank(&headers)?;
     let Some(engine) = service.engines.get(rank) else {
-        let path = if chat { CHAT_COMPLETIONS } else { COMPLETIONS };
+        let path = if CHAT { CHAT_COMPLETIONS } else { COMPLETIONS };
         return service.hosts.ask(rank, path, client, &headers, body.bytes().clone()).await;
     };
     let read = move |service: &Service| {
         CompletionRequest::read(
             service,
-            chat,
+            CHAT,
             client,
             &headers,
             &parse_json(&headers, body.bytes())?,
         )
     };
     let asked = service.read(read).await?;
+    let lost =
+        || ApiError::internal("EngineCore encountered an issue; the server's log says which.");
     if !service.is_alive() {
-        return Err(ApiError::internal(
-            "EngineCore encountered an issue; the server's log says which.",
-        ));
+        return Err(lost());
     }
     let submit = |index| engine.submit(asked.request(&service, index));
     let mut answers: Vec<_> = (0..asked.answers()).map(submit).collect();
@@ -150,11 +131,7 @@ async fn complete(
             match answer.next().await {
                 Some(Ok(piece)) => partial.add(piece),
                 Some(Err(failure)) => return Err(ApiError::internal(failure.0)),
-                None => {
-                    return Err(ApiError::internal(
-                        "EngineCore encountered an issue; the server's log says which.",
-                    ));
-                }
+                None => return Err(lost()),
             }
         }
     }

@@ -1,8 +1,10 @@
 //! `/tokenize` and `/detokenize`.
 
-use axum::body::Body;
+use std::sync::Arc;
+
 use axum::extract::State;
-use axum::http::{HeaderMap, Response, StatusCode};
+use axum::http::{HeaderMap, StatusCode};
+use axum::routing::{MethodRouter, post};
 use serde_json::{Value, json};
 
 use super::body::RequestBody;
@@ -11,17 +13,17 @@ use super::fields::{Fields, parse_json};
 use super::prompt;
 use super::service::{Service, Shared};
 
-pub(super) async fn tokenize(
-    State(service): Shared,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Result<Response<Body>> {
-    let body =
-        service.read(move |service| tokens(service, &parse_json(&headers, body.bytes())?)).await?;
-    Ok(answer(StatusCode::OK, &body))
+/// Answers a request with what `read` makes of its body.
+pub(super) fn answer_with(
+    read: fn(&Service, &Value) -> Result<Value>,
+) -> MethodRouter<Arc<Service>> {
+    post(move |State(service): Shared, headers: HeaderMap, body: RequestBody| async move {
+        let read = move |service: &Service| read(service, &parse_json(&headers, body.bytes())?);
+        Ok::<_, ApiError>(answer(StatusCode::OK, &service.read(read).await?))
+    })
 }
 
-fn tokens(service: &Service, body: &Value) -> Result<Value> {
+pub(super) fn tokens(service: &Service, body: &Value) -> Result<Value> {
     let fields = Fields::of(body)?;
     service.model(fields.text("model")?)?;
     let tokens = match fields.text("prompt")? {
@@ -38,17 +40,7 @@ fn tokens(service: &Service, body: &Value) -> Result<Value> {
     }))
 }
 
-pub(super) async fn detokenize(
-    State(service): Shared,
-    headers: HeaderMap,
-    body: RequestBody,
-) -> Result<Response<Body>> {
-    let body =
-        service.read(move |service| text(service, &parse_json(&headers, body.bytes())?)).await?;
-    Ok(answer(StatusCode::OK, &body))
-}
-
-fn text(service: &Service, body: &Value) -> Result<Value> {
+pub(super) fn text(service: &Service, body: &Value) -> Result<Value> {
     let fields = Fields::of(body)?;
     service.model(fields.text("model")?)?;
     if fields.get("tokens").is_none() {

@@ -45,19 +45,8 @@ fn pool(model: &Model, block_tokens: usize, dtype: Dtype, layout: PoolLayout) ->
     fill_with_noise(pool)
 }
 
-/// Returns all logits of `tokens`, in chunks that end at `cuts`.
+/// Returns all logits of `tokens`, in chunks that end at `cuts`. Runs `before` ahead of each chunk.
 fn run(
-    model: &Model,
-    pool: &mut Pool,
-    tokens: &[u32],
-    cuts: &[usize],
-    first_block: u32,
-) -> Vec<Vec<f32>> {
-    run_after(|| {}, model, pool, tokens, cuts, first_block)
-}
-
-/// Returns the same logits, and runs `before` ahead of each step.
-fn run_after(
     before: impl Fn(),
     model: &Model,
     pool: &mut Pool,
@@ -97,7 +86,7 @@ fn chunks_and_neighbours_change_no_bit() {
         let tokens = prompt(45, 1);
         let mut alone = pool(&model, 16, Dtype::F32, PoolLayout::Hnd);
         let one_by_one: Vec<_> = (1..=45).collect();
-        let expected = bits(&run(&model, &mut alone, &tokens, &one_by_one, 0));
+        let expected = bits(&run(|| {}, &model, &mut alone, &tokens, &one_by_one, 0));
         assert!(expected.iter().flatten().all(|bits| f32::from_bits(*bits).is_finite()));
         let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig {
             cases: 12,
@@ -158,7 +147,7 @@ fn levels_threads_layouts_block_sizes_and_files_change_no_bit() {
         let tokens = prompt(70, 3);
         let with = |model: &Model, block_tokens, layout| {
             let mut pool = pool(model, block_tokens, dtype, layout);
-            bits(&run(model, &mut pool, &tokens, &[33, 64], 1))
+            bits(&run(|| {}, model, &mut pool, &tokens, &[33, 64], 1))
         };
         let expected = with(&open(), 16, PoolLayout::Hnd);
         for level in [SimdLevel::Portable, SimdLevel::Avx2, SimdLevel::Avx512] {
@@ -206,7 +195,7 @@ fn ranks_change_no_bit() {
                 let mut pool = pool(&model, 16, Dtype::F32, PoolLayout::Nhd);
                 // Rank 0 announces each step, which these ranks already know.
                 let told = || drop(ranks.next_step().unwrap());
-                bits(&run_after(told, &model, &mut pool, &tokens, &[39], 0))
+                bits(&run(told, &model, &mut pool, &tokens, &[39], 0))
             };
             let expected = with(Shard::alone());
             for size in [2, 4, 8] {
@@ -242,7 +231,7 @@ fn ranks_that_follow_change_no_bit_and_one_that_is_gone_fails_the_step() {
         (model, pool)
     };
     let (model, mut own) = with(Shard::alone());
-    let expected = bits(&run(&model, &mut own, &tokens, &[7, 39], 0));
+    let expected = bits(&run(|| {}, &model, &mut own, &tokens, &[7, 39], 0));
     let (ours, mut theirs): (Vec<_>, Vec<_>) = (0..3).map(|_| UnixStream::pair().unwrap()).unzip();
     let (model, mut first) = with(Shard::head(ours, Duration::from_secs(10)).unwrap());
     std::thread::scope(|scope| {
@@ -256,7 +245,7 @@ fn ranks_that_follow_change_no_bit_and_one_that_is_gone_fails_the_step() {
                 })
             })
             .collect();
-        assert_eq!(bits(&run(&model, &mut first, &tokens, &[7, 39], 0)), expected);
+        assert_eq!(bits(&run(|| {}, &model, &mut first, &tokens, &[7, 39], 0)), expected);
         drop(model);
         assert!(followers.into_iter().all(|follower| follower.join().unwrap() == Ok(())));
     });

@@ -21,7 +21,7 @@ const MOST: u64 = 65_535;
 /// `at` on in the packed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceGrid {
-    /// The start of block 0: an address, or an offset for the [reference](super::reference).
+    /// The start of block 0: an address, or an offset for the reference.
     pub base: u64,
     /// The distance from block to block.
     pub stride: u64,

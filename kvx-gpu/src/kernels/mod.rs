@@ -1,5 +1,5 @@
-//! Kernels that move blocks within and between devices: their source, their launches, and a
-//! reference in plain Rust.
+//! Kernels that move blocks within and between devices: their source and their launches. The crate
+//! of the stand-in has a reference in plain Rust.
 //!
 //! One source serves CUDA and HIP. `cargo xtask kernels` compiles it to the PTX in this folder,
 //! which any driver of CUDA 12.0 or newer loads on any device with compute capability 7.0 or newer.
@@ -10,7 +10,6 @@
 //! the bounds.
 
 mod launch;
-pub mod reference;
 mod swap;
 
 pub use launch::{DeviceGrid, ENTRIES, Launch, LaunchBlocks, THREADS, encode_grids, encode_hops};

@@ -6,15 +6,8 @@ use kvx_core::{ErrorKind, Result};
 /// caches need no more: the content of one head and token stays together, and the dimensions around
 /// it are swapped.
 ///
-/// ```
-/// use kvx_gpu::kernels::{Swap, reference};
-/// // Two heads of three tokens of one two-byte element.
-/// let heads_first = [1, 1, 2, 2, 3, 3, 11, 11, 12, 12, 13, 13];
-/// let mut tokens_first = [0; 12];
-/// reference::permute_block(&heads_first, &mut tokens_first, Swap::heads_to_tokens(2, 3, 2))?;
-/// assert_eq!(tokens_first, [1, 1, 11, 11, 2, 2, 12, 12, 3, 3, 13, 13]);
-/// # Ok::<(), kvx_core::Error>(())
-/// ```
+/// Two heads of three tokens of one two-byte element, `[1, 1, 2, 2, 3, 3, 11, 11, 12, 12, 13, 13]`,
+/// become `[1, 1, 11, 11, 2, 2, 12, 12, 3, 3, 13, 13]` by `Swap::heads_to_tokens(2, 3, 2)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Swap {
     /// The number of repetitions of the rest.

@@ -4,10 +4,10 @@ mod on_host;
 
 use kvx_core::ErrorKind;
 use kvx_core::backend::Hop;
-use kvx_gpu::kernels::reference::{self, BlockLayout};
 use kvx_gpu::kernels::{
     DeviceGrid, ENTRIES, Launch, LaunchBlocks, PTX, SOURCE, Swap, encode_grids, encode_hops,
 };
+use kvx_stand_in::reference::{self, BlockLayout};
 use kvx_testkit::test;
 use proptest::prelude::*;
 
@@ -107,6 +107,12 @@ fn shapes() -> impl Iterator<Item = Swap> {
 
 #[test]
 fn every_byte_of_a_permuted_block_is_at_its_computed_position() {
+    // Two heads of three tokens of one two-byte element.
+    let heads_first = [1, 1, 2, 2, 3, 3, 11, 11, 12, 12, 13, 13];
+    let mut tokens_first = [0; 12];
+    reference::permute_block(&heads_first, &mut tokens_first, Swap::heads_to_tokens(2, 3, 2))
+        .expect("the right lengths");
+    assert_eq!(tokens_first, [1, 1, 11, 11, 2, 2, 12, 12, 3, 3, 13, 13]);
     for swap in shapes() {
         let from = pattern(swap.length().expect("small") as usize, 1);
         let mut to = vec![0; from.len()];

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use kvx_core::backend::Hop;
-use kvx_gpu::kernels::reference::{self, BlockLayout};
 use kvx_gpu::kernels::{DeviceGrid, ENTRIES, Swap, THREADS};
 
 use crate::argument::In;
@@ -11,6 +10,7 @@ use crate::binary;
 use crate::code::{Answer, Code};
 use crate::handles::Handles;
 use crate::memory::{Memory, memory};
+use crate::reference::{self, BlockLayout};
 use crate::stream::Stream;
 
 /// A loaded module, with the entries that its text contains.

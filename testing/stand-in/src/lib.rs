@@ -47,6 +47,7 @@ mod ipc;
 mod launch;
 mod mapping;
 mod memory;
+pub mod reference;
 mod settings;
 mod stream;
 mod virtual_memory;

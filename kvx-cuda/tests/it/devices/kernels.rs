@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use kvx_core::ErrorKind;
-use kvx_gpu::kernels::{DeviceGrid, Swap, reference};
+use kvx_gpu::kernels::{DeviceGrid, Swap};
 use kvx_gpu::{BlockSelection, DevicePtr, StridedBlocks};
+use kvx_stand_in::reference;
 
 use super::{Bench, Test, all_of, filled, pattern, settled};
 

@@ -2,9 +2,9 @@
 
 use kvx_core::backend::Hop;
 use kvx_gpu::kernels::{
-    DeviceGrid, Launch, LaunchBlocks, PTX, Swap, THREADS, encode_grids, encode_hops, reference,
+    DeviceGrid, Launch, LaunchBlocks, PTX, Swap, THREADS, encode_grids, encode_hops,
 };
-use kvx_stand_in::Control;
+use kvx_stand_in::{Control, reference};
 use kvx_testkit::test;
 
 use crate::symbols::{Opened, call};

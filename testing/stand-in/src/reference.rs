@@ -1,5 +1,5 @@
-//! The kernels in plain Rust on byte slices: for use on the host, and as the reference for tests of
-//! the kernels.
+//! The kernels in plain Rust on byte slices: for launches of the stand-in, and as the reference for
+//! tests of the kernels.
 //!
 //! Bases are offsets in the slices. Bounds are checked block by block: after an error, the blocks
 //! before it have been moved.
@@ -8,8 +8,7 @@ use std::ops::Range;
 
 use kvx_core::backend::Hop;
 use kvx_core::{Error, ErrorKind, Result};
-
-use super::{DeviceGrid, Swap};
+use kvx_gpu::kernels::{DeviceGrid, Swap};
 
 /// Collects the blocks that the indices select of each grid into `packed`. Errors: `OutOfBounds`.
 pub fn gather(

@@ -416,8 +416,9 @@ impl<'a> Streams<'a> {
                     |grid: &DeviceGrid| DeviceGrid { at: grid.at + done * grid.length, ..*grid };
                 let some: Vec<_> = some.iter().map(moved).collect();
                 let table = self.table(&kernels::encode_grids(&some), stream, tables)?;
-                let launch = if gather { Launch::gather } else { Launch::scatter };
-                self.launch(&launch(packed, table, &some, chosen_at, chosen.len()), stream)?;
+                let count = chosen.len();
+                let launch = Launch::grids(gather, packed, table, &some, chosen_at, count);
+                self.launch(&launch, stream)?;
             }
         }
         Ok(())

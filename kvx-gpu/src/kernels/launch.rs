@@ -57,31 +57,10 @@ pub struct Launch {
 
 impl Launch {
     /// Collects blocks into packed bytes: the blocks of each grid of `table` that `count` indices
-    /// select. `grids` is the address of the [encoded](encode_grids) table, `indices` that of the
-    /// `u32`s.
-    pub fn gather(
-        packed: u64,
-        grids: u64,
-        table: &[DeviceGrid],
-        indices: u64,
-        count: usize,
-    ) -> Self {
-        Launch::over_grids("kvx_gather", packed, grids, table, indices, count)
-    }
-
-    /// Spreads packed bytes over blocks: the reverse of [`gather`](Launch::gather).
-    pub fn scatter(
-        packed: u64,
-        grids: u64,
-        table: &[DeviceGrid],
-        indices: u64,
-        count: usize,
-    ) -> Self {
-        Launch::over_grids("kvx_scatter", packed, grids, table, indices, count)
-    }
-
-    fn over_grids(
-        entry: &'static str,
+    /// select. Without `gather`, spreads packed bytes over them. `grids` is the address of the
+    /// [encoded](encode_grids) table, `indices` that of the `u32`s.
+    pub fn grids(
+        gather: bool,
         packed: u64,
         grids: u64,
         table: &[DeviceGrid],
@@ -91,7 +70,7 @@ impl Launch {
         let longest = table.iter().map(|grid| grid.length).max().unwrap_or(0);
         let [of_grids, count] = [table.len() as u64, count as u64];
         Launch {
-            entry,
+            entry: if gather { "kvx_gather" } else { "kvx_scatter" },
             grid: [blocks(count), pieces(longest, PIECE), of_grids.clamp(1, MOST) as u32],
             parameters: vec![packed, grids, of_grids, indices, count],
         }

@@ -64,8 +64,8 @@ fn the_compiled_kernels_take_what_is_launched() {
     let place = LaunchBlocks { base: 0, stride: 0, indices: 0 };
     let swap = Swap::heads_to_tokens(2, 3, 4);
     let launches = [
-        Launch::gather(0, 0, &[], 0, 0),
-        Launch::scatter(0, 0, &[], 0, 0),
+        Launch::grids(true, 0, 0, &[], 0, 0),
+        Launch::grids(false, 0, 0, &[], 0, 0),
         Launch::hops(0, &[]),
         Launch::permute(place, place, 0, swap).expect("a small block"),
     ];
@@ -243,19 +243,18 @@ fn compare_over_grids(
     let table = |base: u64| -> Vec<DeviceGrid> {
         grids.iter().map(|grid| DeviceGrid { base: base + grid.base, ..*grid }).collect()
     };
-    let launches =
-        |base: u64, packed: u64, make: fn(u64, u64, &[DeviceGrid], u64, usize) -> Launch| {
-            let table = table(base);
-            let encoded = Aligned::new(&encode_grids(&table), 0);
-            let address = encoded.bytes[encoded.start..].as_ptr() as u64;
-            let launch = make(packed, address, &table, indices.as_ptr() as u64, indices.len());
-            (with_grids(launch), encoded)
-        };
+    let launches = |base: u64, packed: u64, gather: bool| {
+        let table = table(base);
+        let encoded = Aligned::new(&encode_grids(&table), 0);
+        let address = encoded.bytes[encoded.start..].as_ptr() as u64;
+        let (at, count) = (indices.as_ptr() as u64, indices.len());
+        (with_grids(Launch::grids(gather, packed, address, &table, at, count)), encoded)
+    };
     let turns = with_grids(Launch::hops(0, &[])).len();
     for turn in 0..turns {
         let mut source = Aligned::new(&content, beyond);
         let mut packed = Aligned::new(&vec![0; len as usize], beyond);
-        let (launch, _table) = launches(source.address(), packed.address(), Launch::gather);
+        let (launch, _table) = launches(source.address(), packed.address(), true);
         // SAFETY: the reference found all blocks within the bounds of the two.
         unsafe { on_host.run(&launch[turn]) };
         assert!(
@@ -266,7 +265,7 @@ fn compare_over_grids(
 
         let mut target = Aligned::new(&content, beyond);
         let mut packed = Aligned::new(&spread, beyond);
-        let (launch, _table) = launches(target.address(), packed.address(), Launch::scatter);
+        let (launch, _table) = launches(target.address(), packed.address(), false);
         // SAFETY: the reference found all blocks within the bounds of the two.
         unsafe { on_host.run(&launch[turn]) };
         assert!(

@@ -234,14 +234,14 @@ fn launches_do_what_the_reference_does() {
     let table = cuda.with(&encode_grids(&on_device));
     let list = cuda.with(&indices.map(u32::to_ne_bytes).concat());
     let target = cuda.allocate(60);
-    let gather = Launch::gather(target, table, &on_device, list, indices.len());
+    let gather = Launch::grids(true, target, table, &on_device, list, indices.len());
     assert_eq!(cuda.launch(cuda.function("kvx_gather"), &gather), 0);
     assert_eq!(cuda.download(target, 60), packed);
 
     let back = cuda.allocate(200);
     let moved = on_device.map(|grid| DeviceGrid { base: grid.base - region + back, ..grid });
     assert_eq!(cuda.upload(table, &encode_grids(&moved)), 0);
-    let scatter = Launch::scatter(target, table, &moved, list, indices.len());
+    let scatter = Launch::grids(false, target, table, &moved, list, indices.len());
     assert_eq!(cuda.launch(cuda.function("kvx_scatter"), &scatter), 0);
     let mut expected = vec![0; 200];
     reference::scatter(&mut expected, &grids, &indices, &packed).expect("within bounds");

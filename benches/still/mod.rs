@@ -50,14 +50,7 @@ impl Factory for Still {
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
-        Ok(Availability {
-            version: "0".into(),
-            library: None,
-            devices: Vec::new(),
-            rdma: false,
-            capabilities: capabilities(),
-            cautions: Vec::new(),
-        })
+        Ok(Availability::embedded("0", capabilities()))
     }
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {

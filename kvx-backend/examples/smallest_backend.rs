@@ -77,14 +77,7 @@ impl Factory for Shuffled {
     }
 
     fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
-        Ok(Availability {
-            version: "test".into(),
-            library: None,
-            devices: Vec::new(),
-            rdma: false,
-            capabilities: capabilities(),
-            cautions: Vec::new(),
-        })
+        Ok(Availability::embedded("test", capabilities()))
     }
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {

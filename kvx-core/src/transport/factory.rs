@@ -54,6 +54,20 @@ pub struct Availability {
     pub cautions: Vec<String>,
 }
 
+impl Availability {
+    /// Describes an embedded transport that uses no RDMA device and warrants no warning.
+    pub fn embedded(version: &str, capabilities: Capabilities) -> Self {
+        Availability {
+            version: version.to_owned(),
+            library: None,
+            devices: Vec::new(),
+            rdma: false,
+            capabilities,
+            cautions: Vec::new(),
+        }
+    }
+}
+
 /// The agent, the settings and the services that a transport is opened with.
 #[derive(Clone)]
 pub struct Context {

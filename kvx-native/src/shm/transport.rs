@@ -74,14 +74,7 @@ impl Factory for Shm {
                 "mount /proc in this container, and leave the process descriptors (ulimit -n)",
             )
         })?;
-        Ok(Availability {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            library: None,
-            devices: Vec::new(),
-            rdma: false,
-            capabilities: capabilities(),
-            cautions: Vec::new(),
-        })
+        Ok(Availability::embedded(env!("CARGO_PKG_VERSION"), capabilities()))
     }
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {

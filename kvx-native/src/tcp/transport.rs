@@ -51,14 +51,8 @@ impl Factory for Tcp {
         })?;
         let devices =
             host_addresses().into_iter().map(|(name, ip)| format!("{name} {ip}")).collect();
-        Ok(Availability {
-            version: env!("CARGO_PKG_VERSION").into(),
-            library: None,
-            devices,
-            rdma: false,
-            capabilities: capabilities(),
-            cautions: Vec::new(),
-        })
+        let embedded = Availability::embedded(env!("CARGO_PKG_VERSION"), capabilities());
+        Ok(Availability { devices, ..embedded })
     }
 
     fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {

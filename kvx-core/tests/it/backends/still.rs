@@ -25,14 +25,7 @@ const CAPABILITIES: Capabilities = Capabilities {
 };
 
 pub(crate) fn availability() -> Availability {
-    Availability {
-        version: "1".into(),
-        library: None,
-        devices: Vec::new(),
-        rdma: false,
-        capabilities: CAPABILITIES,
-        cautions: Vec::new(),
-    }
+    Availability::embedded("1", CAPABILITIES)
 }
 
 /// A backend that can be opened, and does no more than its fields say.

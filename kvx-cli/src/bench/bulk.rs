@@ -180,7 +180,7 @@ fn bare_sockets(session: &mut Session, blocks: u32, budget: Duration) -> Result<
         connect(&point(SMALL, 1), base + u64::from(blocks) * BLOCK, &mut session.target, one)?;
     let (mut alone, mut beside) = (Vec::new(), Vec::new());
     for _ in 0..TURNS {
-        alone.extend(timed(budget, 1, |_| bare::ask(&mut request, false, 1))?.each);
+        alone.extend(timed(budget, 1, |_, _| bare::ask(&mut request, false, 1))?.each);
         let enough = AtomicBool::new(false);
         let mut streaming = || -> std::io::Result<()> {
             while !enough.load(Ordering::Relaxed) {
@@ -190,7 +190,7 @@ fn bare_sockets(session: &mut Session, blocks: u32, budget: Duration) -> Result<
         };
         let turn = std::thread::scope(|scope| {
             let streaming = scope.spawn(&mut streaming);
-            let turn = timed(budget, 1, |_| bare::ask(&mut request, false, 1));
+            let turn = timed(budget, 1, |_, _| bare::ask(&mut request, false, 1));
             enough.store(true, Ordering::Relaxed);
             streaming.join().map_err(|_| "the bare stream panicked")??;
             turn

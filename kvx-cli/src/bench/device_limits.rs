@@ -97,7 +97,7 @@ impl DeviceLimit {
 
     /// Moves one list after the other, beginning with number `next`.
     pub(crate) fn round(&self, next: u64, budget: Duration, least: u64) -> Result<Round> {
-        timed(budget, least, |nth| {
+        timed(budget, least, |nth, _| {
             let list = self.blocks.list(next + nth);
             let calls = if self.block_by_block { list.from.len() } else { 1 };
             let len = list.length * list.from.len() / calls;

@@ -12,7 +12,7 @@ use kvx::{Agent, Options, Peer, Plan, Region, Registry, Transfer};
 use super::deadlines::DEADLINE;
 use super::points::{Backing, BenchOp, Shape, Wait};
 use super::pools::{PoolKind, Pools};
-use super::rounds::Round;
+use super::rounds::{Round, timed};
 use super::target::TargetProcess;
 use crate::Result;
 
@@ -91,26 +91,20 @@ impl Initiator {
         budget: Duration,
         least: u64,
     ) -> Result<Round> {
-        let mut round = Round::default();
-        let start = Instant::now();
-        let (mut now, end) = (start, start + budget);
-        while round.times < least || now < end {
+        let mut posts = Vec::new();
+        let round = timed(budget, least, |nth, now| -> Result<()> {
             let until = now + DEADLINE;
             let transfer = self.peer.transfer(plans.next()).deadline(until).post()?;
-            if round.times < TIMED_POSTS || round.times.is_multiple_of(TIMED_POSTS) {
-                round.posts.push(now.elapsed().as_secs_f64());
+            if nth < TIMED_POSTS || nth.is_multiple_of(TIMED_POSTS) {
+                posts.push(now.elapsed().as_secs_f64());
             }
             match wait {
                 Wait::Block => transfer.wait_blocking(until)?,
                 Wait::Async => block_on(transfer)?,
             };
-            let done = Instant::now();
-            round.each.push((done - now).as_secs_f64());
-            round.times += 1;
-            now = done;
-        }
-        round.seconds = (now - start).as_secs_f64();
-        Ok(round)
+            Ok(())
+        })?;
+        Ok(Round { posts, ..round })
     }
 
     /// Shuts the agent down.

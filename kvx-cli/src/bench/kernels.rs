@@ -102,7 +102,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
     let copy = DeviceLimit::within(&device, shape)?;
     copy.verify(1)?;
     let mut parties: Vec<Party<'_>> = vec![
-        Box::new(|budget| timed(budget, 1, |_| once().map_err(std::io::Error::other))),
+        Box::new(|budget| timed(budget, 1, |_, _| once())),
         Box::new(|budget| copy.round(0, budget, 1)),
     ];
     let done = interleave(&mut parties, arguments.rounds, arguments.seconds, || ())?;

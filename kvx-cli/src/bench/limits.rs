@@ -111,7 +111,7 @@ impl Limit {
             LimitMethod::Fetch { mapped, from, to, blocks } => {
                 // SAFETY: both sides' memory has all blocks of the point, and this process holds no
                 // references into its own.
-                timed(budget, least, |nth| unsafe {
+                timed(budget, least, |nth, _| unsafe {
                     fetch(*mapped, *from, *to, blocks.list(next + nth))
                 })
             }
@@ -121,7 +121,7 @@ impl Limit {
                 Ok(Round { times, seconds: target.ask(ask)?, ..Round::default() })
             }
             LimitMethod::Lanes { lanes, sends } if lanes.len() == 1 => {
-                timed(budget, least, |_| bare::ask(lanes, *sends, 1))
+                timed(budget, least, |_, _| bare::ask(lanes, *sends, 1))
             }
             LimitMethod::Lanes { lanes, sends } => {
                 let start = Instant::now();

@@ -47,17 +47,21 @@ pub(crate) fn interleave(
     Ok(done)
 }
 
-/// Calls `act` with 0, 1, … until `budget` has passed, and at least `least` times.
-pub(crate) fn timed(
+/// Calls `act` with 0, 1, … and the current time until `budget` has passed, and at least `least`
+/// times.
+pub(crate) fn timed<E>(
     budget: Duration,
     least: u64,
-    mut act: impl FnMut(u64) -> std::io::Result<()>,
-) -> Result<Round> {
+    mut act: impl FnMut(u64, Instant) -> std::result::Result<(), E>,
+) -> Result<Round>
+where
+    Box<dyn std::error::Error>: From<E>,
+{
     let mut round = Round::default();
     let start = Instant::now();
     let mut now = start;
     while round.times < least || now - start < budget {
-        act(round.times)?;
+        act(round.times, now)?;
         let done = Instant::now();
         round.each.push((done - now).as_secs_f64());
         round.times += 1;

@@ -114,21 +114,12 @@ fn result(answer: &str, bytes: u64) -> Option<Round> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::points::{Backing, BenchOp, Pattern, Wait};
+    use super::super::points::tests::point;
     use super::*;
 
     #[test]
     fn the_announcement_is_the_documented_one() {
-        let shape =
-            Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
-        let point = Point {
-            backend: "SHM",
-            op: BenchOp::Read,
-            shape,
-            memory: Backing::Kvx,
-            wait: Wait::Block,
-        };
-        let line = announcement(&point);
+        let line = announcement(&point());
         assert!(include_str!("../../BESIDE.md").contains(&line), "{line}");
     }
 

@@ -262,7 +262,7 @@ impl<'a> Output<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::points::Shape;
+    use super::super::points::tests::point;
     use super::*;
 
     fn rounds(seconds: f64) -> Vec<Round> {
@@ -271,15 +271,6 @@ mod tests {
     }
 
     fn figures() -> Figures {
-        let shape =
-            Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
-        let point = Point {
-            backend: "SHM",
-            op: BenchOp::Read,
-            shape,
-            memory: Backing::Kvx,
-            wait: Wait::Block,
-        };
         let measured = Measurements {
             ours: rounds(0.002),
             limits: vec![("sockets", rounds(0.0005)), ("memcpy", rounds(0.001))],
@@ -289,7 +280,7 @@ mod tests {
             cpu_seconds: 0.006,
             verified: true,
         };
-        Figures::of(&point, &measured).unwrap()
+        Figures::of(&point(), &measured).unwrap()
     }
 
     #[test]

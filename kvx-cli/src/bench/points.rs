@@ -211,8 +211,16 @@ pub(crate) fn lists(block: u64, count: u32, pool: u64) -> u32 {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// The point whose line `BESIDE.md` has.
+    pub(in crate::bench) fn point() -> Point {
+        let shape =
+            Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
+        let (op, memory, wait) = (BenchOp::Read, Backing::Kvx, Wait::Block);
+        Point { backend: "SHM", op, shape, memory, wait }
+    }
 
     /// `BESIDE.md` has these numbers, so that other programs can be checked against them.
     #[test]

@@ -86,6 +86,11 @@ impl Call {
         self.try_open().await.expect("the router answers")
     }
 
+    /// Sends the request, and reads the whole stream.
+    pub(crate) async fn stream(self) -> Streamed {
+        self.open().await.read_out().await
+    }
+
     pub(crate) async fn try_send(self) -> Result<Answer, String> {
         let mut open = self.try_open().await?;
         let mut body = Vec::new();

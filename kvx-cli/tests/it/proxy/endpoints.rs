@@ -143,9 +143,7 @@ pub(crate) async fn metrics_count_requests_and_legs() {
     fleet.decode[0].delays(Delays { prefill_ms: 0, token_ms: 40 });
     for tokens in [1, 6, 6] {
         let body = streamed("count my tokens", tokens);
-        assert!(
-            Call::post(fleet.port(), COMPLETIONS, &body).open().await.read_out().await.is_whole()
-        );
+        assert!(Call::post(fleet.port(), COMPLETIONS, &body).stream().await.is_whole());
     }
     let metric = |name: &'static str, part: &'static str| fleet.proxy.metric(name, part);
     assert_eq!(metric("kvx_proxy_queue_seconds_count", "").await, 7.0);

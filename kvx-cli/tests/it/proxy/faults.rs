@@ -91,11 +91,8 @@ pub(crate) async fn a_decode_that_accepted_nothing_is_replaced_with_the_same_blo
         }
         for count in 0..3 {
             let prompt = prompt(&format!("{refuses} {count}"), 30);
-            let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4))
-                .open()
-                .await
-                .read_out()
-                .await;
+            let stream =
+                Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4)).stream().await;
             assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
         }
         let report = fleet.prefill[0].report();
@@ -124,11 +121,8 @@ pub(crate) async fn a_decode_that_failed_before_its_first_byte_gets_a_fresh_pref
             let prompt = prompt(&format!("{fault:?} {streams} {count}"), 30);
             let before = fleet.prefill[0].report().prefills;
             if streams {
-                let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4))
-                    .open()
-                    .await
-                    .read_out()
-                    .await;
+                let stream =
+                    Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4)).stream().await;
                 assert!(
                     stream.is_whole() && stream.text == answer_to(&prompt, 4),
                     "{fault:?}: {stream:?}"
@@ -186,11 +180,7 @@ pub(crate) async fn client_errors_do_not_count_against_the_instance() {
     for decode in &mut fleet.decode {
         decode.script(Script { leg: Some(Leg::Decode), times: 1, fault: Fault::ErrorAfter(2) });
     }
-    let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("an error", 4))
-        .open()
-        .await
-        .read_out()
-        .await;
+    let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("an error", 4)).stream().await;
     assert!(stream.error.is_some(), "{stream:?}");
     assert_eq!(fleet.proxy.metric("kvx_proxy_ejections_total", "errors").await, 1.0);
 }
@@ -320,7 +310,7 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
     let slow = |prefill_ms, token_ms| Delays { prefill_ms, token_ms };
     let ask = async |port| {
         let call = Call::post(port, COMPLETIONS, &streamed("slow, but alone", 2));
-        call.open().await.read_out().await
+        call.stream().await
     };
     let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
     for (role, prefill, decode) in
@@ -449,11 +439,7 @@ pub(crate) async fn an_instance_that_takes_no_connection_in_time_is_replaced_wit
         for count in 0..4 {
             let prompt = prompt(&format!("deaf {leg} {count}"), 30);
             let start = Instant::now();
-            let stream = Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4))
-                .open()
-                .await
-                .read_out()
-                .await;
+            let stream = Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4)).stream().await;
             assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{leg}: {stream:?}");
             assert!(start.elapsed() < Duration::from_secs(3), "{leg}: {:?}", start.elapsed());
         }
@@ -548,11 +534,7 @@ pub(crate) async fn requests_to_a_stopped_instance_only_time_out() {
     for count in 0..4 {
         let prompt = prompt(&format!("stopped {count}"), 30);
         let start = Instant::now();
-        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4))
-            .open()
-            .await
-            .read_out()
-            .await;
+        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 4)).stream().await;
         assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
         assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
     }

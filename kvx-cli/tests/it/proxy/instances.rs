@@ -30,8 +30,7 @@ pub(crate) async fn give_the_answers_of_a_single_server() {
     let prompt = prompt("alone", 40);
     let answer = Call::post(instance.port(), PATH, &completion(&prompt, 12)).send().await;
     assert_eq!(answer.texts(), [answer_to(&prompt, 12)]);
-    let stream =
-        Call::post(instance.port(), PATH, &streamed(&prompt, 12)).open().await.read_out().await;
+    let stream = Call::post(instance.port(), PATH, &streamed(&prompt, 12)).stream().await;
     assert!(stream.is_whole(), "{stream:?}");
     assert_eq!(stream.text, answer_to(&prompt, 12));
     assert_ne!(answer_to(&prompt, 12), answer_to("another prompt", 12));
@@ -119,7 +118,7 @@ pub(crate) async fn produce_the_requested_faults() {
         (Fault::SplitCharacter(3), false, false),
     ] {
         instance.script(once(fault.clone()));
-        let stream = Call::post(instance.port(), PATH, &asked).open().await.read_out().await;
+        let stream = Call::post(instance.port(), PATH, &asked).stream().await;
         assert_eq!(
             (stream.broken.is_some(), stream.error.is_some()),
             (broken, error),
@@ -130,8 +129,7 @@ pub(crate) async fn produce_the_requested_faults() {
     }
     instance.script(once(Fault::HangAfter(3)));
     let limit = Duration::from_millis(200);
-    let stream =
-        Call::post(instance.port(), PATH, &asked).limit(limit).open().await.read_out().await;
+    let stream = Call::post(instance.port(), PATH, &asked).limit(limit).stream().await;
     assert_eq!((stream.text, stream.broken.is_some()), (answer_to("wrong", 3), true));
     instance.script(once(Fault::CloseFirst));
     assert!(Call::post(instance.port(), PATH, &asked).try_send().await.is_err());
@@ -147,7 +145,7 @@ pub(crate) async fn produce_the_requested_faults() {
     assert!(Call::post(instance.port(), PATH, &asked).try_send().await.is_err());
     instance.listen(true);
     assert_eq!(
-        Call::post(instance.port(), PATH, &asked).open().await.read_out().await.text,
+        Call::post(instance.port(), PATH, &asked).stream().await.text,
         answer_to("wrong", 8)
     );
 }

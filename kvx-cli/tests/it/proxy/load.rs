@@ -157,11 +157,7 @@ pub(crate) async fn every_request_is_answered_while_instances_come_and_go() {
     assert!(expired <= known, "{expired} prefills were unused, and {known} requests had a fault");
     for count in 0..20 {
         let prompt = prompt(&format!("after all {count}"), 40);
-        let answer = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 2))
-            .open()
-            .await
-            .read_out()
-            .await;
+        let answer = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 2)).stream().await;
         assert!(answer.is_whole() && answer.text == answer_to(&prompt, 2), "{answer:?}");
     }
 }

@@ -53,8 +53,7 @@ pub(crate) async fn a_stream_passes_as_it_arrives() {
     drop(open);
     fleet.decode[0].wait_until("the client has gone", |report| report.aborted_decodes == 1);
     fleet.decode[0].script(decode_once(Fault::SplitCharacter(2)));
-    let split =
-        Call::post(fleet.port(), COMPLETIONS, &streamed("split", 6)).open().await.read_out().await;
+    let split = Call::post(fleet.port(), COMPLETIONS, &streamed("split", 6)).stream().await;
     assert!(split.is_whole() && split.text == answer_to("split", 6), "{split:?}");
 }
 
@@ -76,11 +75,8 @@ pub(crate) async fn an_error_after_the_first_byte_is_an_event_and_an_end() {
             decode.script(decode_once(fault.clone()));
         }
         let start = Instant::now();
-        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed("breaks off", 9))
-            .open()
-            .await
-            .read_out()
-            .await;
+        let stream =
+            Call::post(fleet.port(), COMPLETIONS, &streamed("breaks off", 9)).stream().await;
         assert_eq!(stream.text, answer_to("breaks off", tokens), "{fault:?}: {stream:?}");
         assert!(stream.error.is_some() && !stream.is_whole(), "{fault:?}: {stream:?}");
         assert!(
@@ -254,11 +250,7 @@ pub(crate) async fn connections_to_instances_are_pooled_over_both_protocols() {
         proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
         for count in 0..20 {
             let prompt = prompt(&format!("{http} {count}"), 20);
-            let stream = Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4))
-                .open()
-                .await
-                .read_out()
-                .await;
+            let stream = Call::post(proxy.port, COMPLETIONS, &streamed(&prompt, 4)).stream().await;
             assert!(stream.is_whole() && stream.text == answer_to(&prompt, 4), "{stream:?}");
         }
         for (instance, leg) in

@@ -28,11 +28,7 @@ async fn serves_both_ways(fleet: &mut Fleet, name: &str) {
         let answer = Call::post(fleet.port(), COMPLETIONS, &completion(&prompt, 9)).send().await;
         assert_eq!(answer.texts(), [answer_to(&prompt, 9)]);
         assert_eq!(answer.header("x-kvx-route"), "disaggregated");
-        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 9))
-            .open()
-            .await
-            .read_out()
-            .await;
+        let stream = Call::post(fleet.port(), COMPLETIONS, &streamed(&prompt, 9)).stream().await;
         assert!(stream.is_whole() && stream.text == answer_to(&prompt, 9), "{stream:?}");
     }
     let decodes: u64 = fleet.decode.iter_mut().map(|instance| instance.report().decodes).sum();
@@ -49,12 +45,8 @@ pub(crate) async fn pull_is_prefill_then_decode() {
         "model": "m", "messages": [{"role": "user", "content": "tell me"}], "max_completion_tokens": 7, "max_tokens": 9,
         "min_tokens": 3, "stream": true, "stream_options": {"include_usage": true}, "temperature": 0, "own_key": [1, null],
     });
-    let stream = Call::post(fleet.port(), CHAT, &body)
-        .header("x-request-id", "join-me")
-        .open()
-        .await
-        .read_out()
-        .await;
+    let stream =
+        Call::post(fleet.port(), CHAT, &body).header("x-request-id", "join-me").stream().await;
     assert!(stream.is_whole(), "{stream:?}");
     assert_eq!(stream.chunks.last().unwrap()["usage"]["completion_tokens"], 7);
     let prefill = seen(&mut fleet.prefill[0], Leg::Prefill).pop().unwrap();
@@ -123,7 +115,7 @@ pub(crate) async fn a_later_turn_loads_what_the_decode_instance_holds() {
             messages.push(user(content));
             let call = Call::post(fleet.port(), CHAT, &turn(&messages, conversation, stream));
             let text = if stream {
-                let stream = call.open().await.read_out().await;
+                let stream = call.stream().await;
                 assert!(stream.is_whole(), "{stream:?}");
                 assert!(
                     stream.chunks.iter().all(|chunk| chunk.get("kv_transfer_params").is_none())
@@ -208,8 +200,8 @@ pub(crate) async fn the_client_gets_what_one_server_would_answer() {
         chat(json!({"messages": []})),
     ] {
         if body["stream"] == true {
-            let ours = Call::post(fleet.port(), path, &body).open().await.read_out().await;
-            let theirs = Call::post(alone.port(), path, &body).open().await.read_out().await;
+            let ours = Call::post(fleet.port(), path, &body).stream().await;
+            let theirs = Call::post(alone.port(), path, &body).stream().await;
             let chunks =
                 |chunks: Vec<Value>| chunks.into_iter().map(comparable).collect::<Vec<_>>();
             assert!(ours.is_whole(), "{body}: {ours:?}");

@@ -33,6 +33,17 @@ pub(crate) async fn a_build_without_tls_reports_it() {
     assert!(said(&output).contains("this build has no TLS"), "{}", said(&output));
 }
 
+/// Starts two instances and a router that serves clients over TLS.
+#[cfg(feature = "tls")]
+fn serve_over_tls() -> ([Instance; 2], Proxy) {
+    let instances = [(); 2].map(|()| Instance::start(Settings::default()));
+    let [prefill, decode] = instances.each_ref().map(Instance::url);
+    let pool = format!("port = 0\n[[pool]]\nprefill = [\"{prefill}\"]\ndecode = [\"{decode}\"]\n");
+    let file = SetupFile::new(&pool);
+    let proxy = Proxy::start(&["--config", file.path(), "--tls-cert", CERT, "--tls-key", KEY], &[]);
+    (instances, proxy)
+}
+
 #[cfg(feature = "tls")]
 pub(crate) async fn curl_is_served_over_tls_only() {
     if !output(Command::new("sh").args(["-c", "command -v curl"]), CUT_OFF).status.success() {
@@ -43,15 +54,7 @@ pub(crate) async fn curl_is_served_over_tls_only() {
         );
         return;
     }
-    let (prefill, decode) =
-        (Instance::start(Settings::default()), Instance::start(Settings::default()));
-    let pool = format!(
-        "port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n",
-        prefill.url(),
-        decode.url()
-    );
-    let file = SetupFile::new(&pool);
-    let proxy = Proxy::start(&["--config", file.path(), "--tls-cert", CERT, "--tls-key", KEY], &[]);
+    let (_instances, proxy) = serve_over_tls();
     let address = format!("localhost:{}", proxy.port);
     let curl = |version: &str, scheme: &str| {
         let mut curl = Command::new("curl");
@@ -91,15 +94,7 @@ pub(crate) async fn curl_is_served_over_tls_only() {
 
 #[cfg(feature = "tls")]
 pub(crate) async fn compare_uses_tls_with_trusted_endpoints() {
-    let (prefill, decode) =
-        (Instance::start(Settings::default()), Instance::start(Settings::default()));
-    let pool = format!(
-        "port = 0\n[[pool]]\nprefill = [\"{}\"]\ndecode = [\"{}\"]\n",
-        prefill.url(),
-        decode.url()
-    );
-    let file = SetupFile::new(&pool);
-    let proxy = Proxy::start(&["--config", file.path(), "--tls-cert", CERT, "--tls-key", KEY], &[]);
+    let ([_prefill, decode], proxy) = serve_over_tls();
     let https = format!("https://localhost:{}/v1", proxy.port);
     let compared =
         kvx_proxy_with(&[("SSL_CERT_FILE", CERT)], &["--compare", &https, &decode.url()]);

@@ -116,6 +116,15 @@ fn output_apart() -> std::io::Result<File> {
     }
 }
 
+#[cfg(any(feature = "proxy", feature = "serve"))]
+fn log_to_standard_error() {
+    tracing_subscriber::fmt()
+        .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr)
+        .init();
+}
+
 fn main() -> ExitCode {
     let command = Program::parse().command;
     #[cfg(feature = "libfabric")]

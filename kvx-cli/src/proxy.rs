@@ -1,7 +1,7 @@
 //! `kvx proxy`: the router of a prefill/decode fleet.
 
 use std::fs::File;
-use std::io::{IsTerminal as _, LineWriter, Write as _};
+use std::io::{LineWriter, Write as _};
 use std::path::PathBuf;
 
 use kvx_proxy::{AccessLog, Choice, Finding, FleetSecret, Pool, PoolConnector, Setup};
@@ -135,11 +135,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     if arguments.check {
         return check(&runtime.block_on(kvx_proxy::check(setup)), out);
     }
-    tracing_subscriber::fmt()
-        .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
-        .init();
+    crate::log_to_standard_error();
     let scheme = if setup.tls_cert.is_some() { "https" } else { "http" };
     let output = Box::new(out.get_ref().try_clone()?);
     let arguments = arguments.clone();

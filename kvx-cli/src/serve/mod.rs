@@ -4,7 +4,7 @@ mod flags;
 mod models;
 mod security;
 
-use std::io::{IsTerminal as _, Write};
+use std::io::Write;
 use std::ops::Range;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
@@ -35,16 +35,8 @@ fn rank_process() -> Command {
 
 /// Runs a rank of a model, in a process that a server has started.
 pub(crate) fn run_rank() -> Result<()> {
-    log_to_standard_error();
+    crate::log_to_standard_error();
     Ok(rank::run()?)
-}
-
-fn log_to_standard_error() {
-    tracing_subscriber::fmt()
-        .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
-        .with_ansi(std::io::stderr().is_terminal())
-        .with_writer(std::io::stderr)
-        .init();
 }
 
 /// Runs the command with the arguments after `serve`.
@@ -56,7 +48,7 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
     let surroundings = Surroundings::of_process();
     let (transfer, rest) = KvTransferConfig::from_arguments(arguments, &surroundings)?;
     let flags = Flags::parse_arguments(rest)?;
-    log_to_standard_error();
+    crate::log_to_standard_error();
     for note in &flags.notes {
         eprintln!("kvx: {note}");
     }

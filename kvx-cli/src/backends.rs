@@ -194,7 +194,7 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     for (row, cells) in rows.iter().zip(&cells) {
         writeln!(out, "{}", line(cells.each_ref().map(String::as_str)))?;
         for detail in row.details() {
-            for wrapped in wrap(&detail) {
+            for wrapped in wrap(words(&detail), WIDTH, "  ") {
                 writeln!(out, "  {wrapped}")?;
             }
         }
@@ -202,18 +202,23 @@ fn table(rows: &[BackendRow], out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-/// Breaks a text between words into lines of at most [`WIDTH`] columns, but for longer words. The
-/// second and later ones are indented.
-fn wrap(text: &str) -> Vec<String> {
+/// Joins words to lines of at most `width` columns, but for longer words. The second and later lines
+/// begin with `indent`.
+pub(crate) fn wrap(
+    words: impl IntoIterator<Item = impl AsRef<str>>,
+    width: usize,
+    indent: &str,
+) -> Vec<String> {
     let mut lines = vec![String::new()];
-    for word in words(text) {
+    for word in words {
+        let word = word.as_ref();
         match lines.last_mut() {
-            Some(line) if line.is_empty() => line.push_str(&word),
-            Some(line) if line.chars().count() + 1 + word.chars().count() <= WIDTH => {
+            Some(line) if line.is_empty() => line.push_str(word),
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= width => {
                 line.push(' ');
-                line.push_str(&word);
+                line.push_str(word);
             }
-            _ => lines.push(format!("  {word}")),
+            _ => lines.push(format!("{indent}{word}")),
         }
     }
     lines
@@ -444,11 +449,12 @@ mod tests {
 
     #[test]
     fn details_are_wrapped_and_the_default_choice_is_in_the_order_of_preference() {
-        let lines = wrap(&"word ".repeat(30));
+        let wrapped = |text: &str| wrap(words(text), WIDTH, "  ");
+        let lines = wrapped(&"word ".repeat(30));
         assert_eq!(lines.iter().map(String::len).collect::<Vec<_>>(), [99, 51]);
-        assert_eq!(wrap(&"x".repeat(200)), ["x".repeat(200)]);
+        assert_eq!(wrapped(&"x".repeat(200)), ["x".repeat(200)]);
         let command = format!("`run {}`", "word ".repeat(30).trim());
-        assert_eq!(wrap(&format!("do: {command} now")).len(), 3);
+        assert_eq!(wrapped(&format!("do: {command} now")).len(), 3);
         let row = |name, default_order| BackendRow { name, default_order, ..BackendRow::default() };
         let rows = [row("TCP", Some(90)), row("UCX", None), row("SHM", Some(10))];
         assert_eq!(

@@ -9,6 +9,7 @@ use super::client::{Metrics, StreamedAnswer, stream};
 use super::fleet::{Fleet, Server};
 use super::openings::{OPENINGS, Opening};
 use super::screen::Screen;
+use crate::backends::wrap;
 use crate::demo::arguments::Arguments;
 use crate::{Result, bytes};
 
@@ -30,7 +31,7 @@ pub(super) fn compare(
         let before = TransferTotals::by(&fleet.decodes)?;
         let name = opening.name();
         screen.line(format_args!(""))?;
-        for line in wrapped(name, 96) {
+        for line in wrap(name.split_whitespace(), 96, "") {
             screen.line(format_args!("  {line}"))?;
         }
         let single = std::slice::from_ref(&fleet.single);
@@ -157,24 +158,6 @@ fn report(
     ))
 }
 
-/// Breaks a text between words into lines of at most `width` letters. A longer word has a line of
-/// its own.
-fn wrapped(text: &str, width: usize) -> Vec<String> {
-    let mut lines = vec![String::new()];
-    for word in text.split_whitespace() {
-        let line = lines.last_mut().expect("one was pushed before");
-        if line.is_empty() {
-            line.push_str(word);
-        } else if line.chars().count() + 1 + word.chars().count() <= width {
-            line.push(' ');
-            line.push_str(word);
-        } else {
-            lines.push(word.to_owned());
-        }
-    }
-    lines
-}
-
 fn millis(seconds: f64) -> String {
     match seconds * 1e3 {
         long if long >= 100.0 => format!("{long:.0} ms"),
@@ -267,8 +250,9 @@ mod tests {
 
     #[test]
     fn long_texts_are_wrapped_between_words() {
-        assert_eq!(wrapped("a bc  def ghijkl m", 5), ["a bc", "def", "ghijkl", "m"]);
-        assert_eq!(wrapped("", 5), [""]);
+        let wrapped = |text: &str| wrap(text.split_whitespace(), 5, "");
+        assert_eq!(wrapped("a bc  def ghijkl m"), ["a bc", "def", "ghijkl", "m"]);
+        assert_eq!(wrapped(""), [""]);
     }
 
     #[test]

@@ -1,13 +1,17 @@
 //! Memory of this process and of other processes.
 
-use std::ffi::c_uint;
+use std::ffi::{c_int, c_uint};
+use std::os::fd::RawFd;
 
 use super::both;
 use crate::argument::Out;
 use crate::code::Code;
+use crate::devices::Maker;
 use crate::handles::Handle;
 use crate::ipc::MemHandle;
+use crate::mapping::page;
 use crate::memory::{Origin, memory, memory_mut};
+use crate::settings::settings;
 use crate::stream;
 
 both! {
@@ -45,6 +49,25 @@ both! {
         base.set_if_wanted(start);
         len.set_if_wanted(found.len);
         Ok(())
+    }
+
+    cuMemGetHandleForAddressRange, hipMemGetHandleForAddressRange(
+        descriptor: Out<RawFd>,
+        address: u64,
+        len: usize,
+        kind: c_int,
+        _flags: u64,
+    ) |current, maker| {
+        current()?;
+        // HIP has this function since 7.0.
+        if maker == Maker::Hip && settings().hip_version < 70_000_000 {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        let aligned = address.is_multiple_of(page() as u64) && len.is_multiple_of(page());
+        if kind != 1 || !aligned {
+            return Err(Code::INVALID_VALUE);
+        }
+        descriptor.set(memory().descriptor(address, len)?)
     }
 
     cuIpcGetMemHandle, hipIpcGetMemHandle(handle: Out<MemHandle>, address: u64) |current| {

@@ -7,6 +7,5 @@ mod copying;
 mod device;
 mod kernels;
 mod memory;
-mod shared;
 
 pub(crate) use context::{current, initialised};

@@ -1,36 +1,11 @@
-//! Exports memory for the cards of other vendors.
+//! Exports memory for the cards of other vendors, as HIP before 7.0 does.
 
 use std::ffi::c_int;
 use std::os::fd::RawFd;
 
-use super::device::current;
 use crate::argument::{Out, answer};
 use crate::code::Code;
-use crate::mapping::page;
 use crate::memory::memory;
-use crate::settings::settings;
-
-#[unsafe(no_mangle)]
-extern "C" fn hipMemGetHandleForAddressRange(
-    descriptor: Out<RawFd>,
-    address: u64,
-    len: usize,
-    kind: c_int,
-    _flags: u64,
-) -> c_int {
-    answer("hipMemGetHandleForAddressRange", || {
-        current()?;
-        // HIP has this function since 7.0.
-        if settings().hip_version < 70_000_000 {
-            return Err(Code::NOT_SUPPORTED);
-        }
-        let aligned = address.is_multiple_of(page() as u64) && len.is_multiple_of(page());
-        if kind != 1 || !aligned {
-            return Err(Code::INVALID_VALUE);
-        }
-        descriptor.set(memory().descriptor(address, len)?)
-    })
-}
 
 /// A function of `libhsa-runtime64`, which HIP before 7.0 uses: the descriptor covers the whole
 /// allocation.

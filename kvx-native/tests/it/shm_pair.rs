@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::ends::*;
 use kvx_core::{ErrorKind, MemoryKind, Transfer};
-use kvx_testkit::test;
+use kvx_testkit::{TestDevice, test};
 
 fn shuffled(count: u32) -> Vec<u32> {
     (0..count).map(|at| (at * 7919 + 13) % count).collect()
@@ -416,33 +416,10 @@ fn metadata_of_another_host_is_rejected_with_the_reason() {
 
 #[test]
 fn device_memory_is_rejected_at_register() {
-    use kvx_core::backend::{Direction, Piece, Ticket};
-    use kvx_core::{DeviceAccess, DeviceId, Memory, Result};
-    struct Gpu;
-    // SAFETY: it never copies anything.
-    unsafe impl DeviceAccess for Gpu {
-        fn kind(&self) -> MemoryKind {
-            MemoryKind::Cuda
-        }
-        fn device(&self) -> DeviceId {
-            DeviceId([1; 16])
-        }
-        fn ordinal(&self) -> u32 {
-            0
-        }
-        fn pinned(&self, len: usize) -> Result<Memory> {
-            Ok(Memory::owned(vec![0; len]))
-        }
-        unsafe fn copy(&self, _: Direction, _: &[Piece], done: Ticket) {
-            done.settle(Ok(()));
-        }
-    }
+    let device = TestDevice::new(MemoryKind::Cuda);
+    device.refuse_to_share("no other process may open it");
     let own = agent("own");
-    // SAFETY: no code touches the address, because `Gpu` copies nothing.
-    let memory = unsafe {
-        Memory::adopt_device(0x1000, 4096, DeviceId([1; 16]), std::sync::Arc::new(Gpu), ())
-    };
-    let refused = own.register("gpu", memory).unwrap_err();
+    let refused = own.register("gpu", device.allocate(4096)).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Unsupported, "{refused}");
     own.shutdown(Duration::from_secs(5)).wait_blocking(CUT_OFF).unwrap();
 }

@@ -88,6 +88,12 @@ fn a_cancelled_write_settles_at_once_and_sends_no_later_content() {
     }
 }
 
+fn another_peer_connects(pair: &Pair) {
+    let late = agent("late");
+    let peer = late.connect(pair.owner.metadata().unwrap()).unwrap();
+    peer.ready(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
+}
+
 #[test]
 fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
     for read in [true, false] {
@@ -102,13 +108,8 @@ fn a_transfer_whose_peer_is_silent_is_lost_after_the_peer_timeout() {
         assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
         settled.wait_blocking(CUT_OFF).unwrap();
         // The owner still serves other peers.
-        let late = agent("late");
         relay.go_on();
-        late.connect(pair.owner.metadata().unwrap())
-            .unwrap()
-            .ready(CUT_OFF)
-            .wait_blocking(CUT_OFF)
-            .unwrap();
+        another_peer_connects(&pair);
     }
 }
 
@@ -164,12 +165,7 @@ fn a_cut_connection_fails_transfers_in_flight_at_once() {
             assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
             settled.wait_blocking(CUT_OFF).unwrap();
         }
-        let late = agent("late");
-        late.connect(pair.owner.metadata().unwrap())
-            .unwrap()
-            .ready(CUT_OFF)
-            .wait_blocking(CUT_OFF)
-            .unwrap();
+        another_peer_connects(&pair);
     }
 }
 

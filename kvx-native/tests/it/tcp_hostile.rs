@@ -513,14 +513,15 @@ fn a_lane_opened_twice_costs_the_second_connection() {
     assert_eq!(first.frame().unwrap().0, ALIVE);
 }
 
+/// Returns a pair whose owner keeps one notification.
+fn pair_with_a_small_inbox() -> Pair {
+    let owner = bare_builder("owner").notifications(1, 64 << 10);
+    Pair::of(owner.registry(tcp_pair::registry()).build().unwrap(), agent("reader"), 4096)
+}
+
 #[test]
 fn too_many_notifications_at_once_cost_a_connection() {
-    let owner = bare_builder("owner")
-        .notifications(1, 64 << 10)
-        .registry(tcp_pair::registry())
-        .build()
-        .unwrap();
-    let pair = Pair::of(owner, agent("reader"), 4096);
+    let pair = pair_with_a_small_inbox();
     let mut raw = Raw::lane(&pair.owner);
     for id in 0..1000 {
         raw.send(&frame(NOTIFY, id, b"again"));
@@ -532,12 +533,7 @@ fn too_many_notifications_at_once_cost_a_connection() {
 #[test]
 fn parked_notifications_count_as_held_for_their_peer() {
     const LANES: usize = 80;
-    let owner = bare_builder("owner")
-        .notifications(1, 64 << 10)
-        .registry(tcp_pair::registry())
-        .build()
-        .unwrap();
-    let pair = Pair::of(owner, agent("reader"), 4096);
+    let pair = pair_with_a_small_inbox();
     // Each lane parks as much as its window allows: 1 MiB.
     let notice = vec![7; 64 << 10];
     let window: Vec<_> = (0..16).flat_map(|id| frame(NOTIFY, id, &notice)).collect();

@@ -115,6 +115,18 @@ pub async fn an_agent_can_link_to_itself(setup: &Setup) -> Check {
     Ok(())
 }
 
+/// Makes the far end read and write 64 blocks of the peer's region `kv`.
+fn read_and_write(far: &mut FarEnd, peer: usize, region: usize) -> Check {
+    for write in [false, true] {
+        let blocks: Vec<u32> = (0..64).collect();
+        let (theirs, notify) = ("kv".to_owned(), Some(b"done".to_vec()));
+        let (local, remote, within) = (blocks.clone(), blocks, CUT_OFF);
+        let grid = (4096, 64);
+        far.post(peer, PostSpec { write, region, theirs, grid, local, remote, within, notify })??;
+    }
+    Ok(())
+}
+
 /// A3: a connected pair without work uses no more CPU than its backend declares.
 pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
     let time = Duration::from_secs(match setup.quick {
@@ -137,24 +149,7 @@ pub async fn idle_costs_what_is_declared(setup: &Setup) -> Check {
     let there = one.connect(0, &other.metadata()?)?;
     let back = other.connect(0, &one.metadata()?)?;
     for (far, peer) in [(&mut one, there), (&mut other, back)] {
-        for write in [false, true] {
-            let blocks: Vec<u32> = (0..64).collect();
-            let (theirs, notify) = ("kv".to_owned(), Some(b"done".to_vec()));
-            let (local, remote, within) = (blocks.clone(), blocks, CUT_OFF);
-            far.post(
-                peer,
-                PostSpec {
-                    write,
-                    region: 0,
-                    theirs,
-                    grid: (4096, 64),
-                    local,
-                    remote,
-                    within,
-                    notify,
-                },
-            )??;
-        }
+        read_and_write(far, peer, 0)?;
     }
     let before = [one.cpu()?, other.cpu()?];
     std::thread::sleep(time);
@@ -473,15 +468,7 @@ pub async fn the_process_is_left_as_it_was(setup: &Setup) -> Check {
     let own = far.metadata()?;
     let peer = far.connect(0, &own)?;
     far.register("more", LEN, setup.far, Some(2))?;
-    for write in [false, true] {
-        let blocks: Vec<u32> = (0..64).collect();
-        let (theirs, notify) = ("kv".to_owned(), Some(b"done".to_vec()));
-        let (local, remote, within) = (blocks.clone(), blocks, CUT_OFF);
-        far.post(
-            peer,
-            PostSpec { write, region: 1, theirs, grid: (4096, 64), local, remote, within, notify },
-        )??;
-    }
+    read_and_write(&mut far, peer, 1)?;
     far.take(CUT_OFF)??;
     // A thread has its name only once it has run.
     let mut foreign = Vec::new();

@@ -5,10 +5,7 @@ use kvx_testkit::{Backing, DeviceSource, Suite, Tier};
 
 pub(crate) fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
-    registry
-        .add(kvx_native::Shm)
-        .and_then(|registry| registry.add(kvx_native::Tcp))
-        .expect("two names");
+    registry.add(kvx_native::Shm).unwrap().add(kvx_native::Tcp).unwrap();
     registry
 }
 

@@ -7,10 +7,7 @@ use kvx_testkit::{Backing, Device, Suite, TestDevice, Tier};
 
 pub(crate) fn registry(_: &str) -> Registry {
     let mut registry = Registry::new();
-    registry
-        .add(kvx_native::Shm)
-        .and_then(|registry| registry.add(kvx_native::Tcp))
-        .expect("two names");
+    registry.add(kvx_native::Shm).unwrap().add(kvx_native::Tcp).unwrap();
     registry
 }
 

@@ -1,7 +1,6 @@
 //! The two kinds of stream: fetches and stores.
 
 use std::collections::VecDeque;
-use std::fmt;
 
 use super::Copies;
 use super::pool::BounceBuffer;
@@ -123,18 +122,6 @@ impl Fetch {
     }
 }
 
-impl fmt::Debug for Fetch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Fetch({}, {} bytes left, {:?})",
-            self.stream.shared.token,
-            self.left(),
-            self.copies()
-        )
-    }
-}
-
 /// Blocks on their way to a device: a stream of received bytes. See the [module](super).
 pub(crate) struct Store {
     pub(super) stream: Stream,
@@ -229,17 +216,5 @@ impl Store {
     /// Returns the state of the stream's copies.
     pub(crate) fn copies(&self) -> Copies {
         self.stream.copies()
-    }
-}
-
-impl fmt::Debug for Store {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Store({}, {} bytes left, {:?})",
-            self.stream.shared.token,
-            self.left(),
-            self.copies()
-        )
     }
 }

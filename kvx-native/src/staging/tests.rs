@@ -462,7 +462,7 @@ fn blocks_outside_their_memory_and_memory_of_other_devices_are_rejected() {
     assert_eq!(machine.device.counters().copies, 1, "only the copy of the pattern was made");
     for foreign in [TestDevice::new(MemoryKind::Cuda).allocate(8), Memory::owned(vec![0; 8])] {
         let refused = machine.stager.fetch(1, vec![Arc::new(foreign)], Blocks::whole(8).extents());
-        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
+        assert_eq!(refused.err().unwrap().kind(), ErrorKind::Unsupported);
     }
 }
 

@@ -13,7 +13,7 @@ use kvx_core::{Agent, DeviceId, ErrorKind, Grid, Memory, Plan, Region, RegionId,
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 
-use kvx_backend::control::proof::Keys;
+use kvx_backend::control::proof::{Keys, Proof};
 use kvx_backend::control::violations::{
     HandshakeStage, Violation, greet, prove, random_message, violations,
 };
@@ -68,6 +68,22 @@ impl Raw {
         self.say(&hello).unwrap();
         turn();
         prove(&greeting, &self.next().unwrap()).unwrap()
+    }
+
+    /// Sends a hello with a probe that hangs, and checks that the welcome says that this end cannot
+    /// be read. Returns the proof. `turn` runs before the welcome is read.
+    fn greet_hung(&self, target: &Agent, probe: &Probe, turn: impl FnOnce()) -> Proof {
+        let (greeting, hello) = greet(&invitation(target), None, &probe.hello_rest()).unwrap();
+        self.say(&hello).unwrap();
+        turn();
+        let welcome = self.next().expect("an answer");
+        let Ok(Shared::Welcome { version, body }) = Shared::decode(&welcome) else {
+            panic!("{welcome:?}")
+        };
+        let (rest, proof) = greeting.verify_welcome(version, body).unwrap();
+        let (_, reads_us) = Probe::of_welcome(rest).unwrap();
+        assert_eq!(reads_us.unwrap_err().kind, ErrorKind::Unsupported);
+        proof
     }
 
     /// Answers the hello of an initiator that connects here, and checks its proof.
@@ -548,18 +564,11 @@ fn an_initiators_probe_that_hangs_holds_up_nobody_else() {
     let (target, region) = target();
     let good = Raw::shaken(&target);
     let raw = Raw::to(&target);
-    let (greeting, hello) = greet(&invitation(&target), None, &probe.hello_rest()).unwrap();
-    raw.say(&hello).unwrap();
-    assert!(good.is_served());
-    a_good_client_works(&target, &region);
     // It is a peer like any other whose memory cannot be read.
-    let welcome = raw.next().unwrap();
-    let Ok(Shared::Welcome { version, body }) = Shared::decode(&welcome) else {
-        panic!("{welcome:?}")
-    };
-    let (rest, proof) = greeting.verify_welcome(version, body).unwrap();
-    let (_, reads_us) = Probe::of_welcome(rest).unwrap();
-    assert_eq!(reads_us.unwrap_err().kind, ErrorKind::Unsupported);
+    let proof = raw.greet_hung(&target, &probe, || {
+        assert!(good.is_served());
+        a_good_client_works(&target, &region);
+    });
     raw.send(Shared::Confirm { proof }, None);
     assert!(raw.is_served());
     drop(page);
@@ -576,15 +585,7 @@ fn a_process_hangs_one_thread_with_all_its_probes() {
     let mut raws = Vec::new();
     for _ in 0..70 {
         let raw = Raw::to(&target);
-        let (greeting, hello) = greet(&invitation(&target), None, &probe.hello_rest()).unwrap();
-        raw.say(&hello).unwrap();
-        let welcome = raw.next().expect("an answer");
-        let Ok(Shared::Welcome { version, body }) = Shared::decode(&welcome) else {
-            panic!("{welcome:?}")
-        };
-        let (rest, _) = greeting.verify_welcome(version, body).unwrap();
-        let (_, reads_us) = Probe::of_welcome(rest).unwrap();
-        assert_eq!(reads_us.unwrap_err().kind, ErrorKind::Unsupported);
+        raw.greet_hung(&target, &probe, || ());
         raws.push(raw);
     }
     a_good_client_works(&target, &region);

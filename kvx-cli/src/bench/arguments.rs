@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use clap::Args;
+use kvx::Registry;
 
-use super::figures;
+use super::figures::{self, Output};
 use super::points::{self, Backing, BenchOp, Pattern, Point, Shape, Wait};
 use crate::{Result, bytes};
 
@@ -77,6 +78,13 @@ pub(crate) struct Arguments {
     /// to one copy of as many bytes.
     #[arg(long, conflicts_with_all = ["beside", "beside_bulk", "notices_beside", "readers", "idle", "backend", "op", "pattern", "memory", "wait"])]
     pub(crate) kernels: bool,
+}
+
+/// The settings and the output of every mode.
+pub(crate) struct Bench<'a> {
+    pub(crate) arguments: &'a Arguments,
+    pub(crate) registry: &'a Registry,
+    pub(crate) output: Output<'a>,
 }
 
 impl Arguments {

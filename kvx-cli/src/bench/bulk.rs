@@ -6,14 +6,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use kvx::{Grid, Plan, Registry, Transfer};
+use kvx::{Grid, Plan, Transfer};
 use serde::Serialize;
 
-use super::arguments::Arguments;
+use super::arguments::Bench;
 use super::bare;
 use super::content;
 use super::deadlines::DEADLINE;
-use super::figures::Output;
 use super::initiator::{Initiator, Plans, block_on};
 use super::limits::{DataLanes, connect};
 use super::points::{Backing, BenchOp, Pattern, Point, Shape, Wait, shuffled};
@@ -78,13 +77,8 @@ pub(crate) fn blocks_of(flag: &str, bulk: u64) -> Result<u32> {
 }
 
 /// Measures one backend.
-pub(crate) fn run(
-    arguments: &Arguments,
-    backend: &'static str,
-    registry: &Registry,
-    bulk: u64,
-    output: &mut Output<'_>,
-) -> Result<()> {
+pub(crate) fn run(bench: &mut Bench<'_>, backend: &'static str, bulk: u64) -> Result<()> {
+    let Bench { arguments, registry, output } = bench;
     let blocks = blocks_of("--beside-bulk", bulk)?;
     let ours = u64::from(blocks) * BLOCK + SMALL;
     let theirs = SOURCE.min(u64::from(blocks) * BLOCK);

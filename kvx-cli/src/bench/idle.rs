@@ -2,12 +2,10 @@
 
 use std::time::Duration;
 
-use kvx::Registry;
 use serde::Serialize;
 
-use super::arguments::Arguments;
+use super::arguments::Bench;
 use super::cpu;
-use super::figures::Output;
 use super::points::{Backing, BenchOp, Pattern, Shape, Wait};
 use super::pools::Sizes;
 use super::rounds::round;
@@ -32,13 +30,8 @@ struct IdleRecord {
 }
 
 /// Measures one backend.
-pub(crate) fn run(
-    arguments: &Arguments,
-    backend: &'static str,
-    registry: &Registry,
-    seconds: u64,
-    output: &mut Output<'_>,
-) -> Result<()> {
+pub(crate) fn run(bench: &mut Bench<'_>, backend: &'static str, seconds: u64) -> Result<()> {
+    let Bench { arguments, registry, output } = bench;
     eprintln!("{backend}: next to no memory, about {} s", seconds + 1);
     let sizes = Sizes::kvx(SHAPE.bytes());
     let session = Session::start(

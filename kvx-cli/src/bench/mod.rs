@@ -45,6 +45,7 @@ use std::io::Write;
 use kvx::{Options, Registry};
 
 pub(crate) use self::arguments::Arguments;
+use self::arguments::Bench;
 use self::companion::Companion;
 pub(crate) use self::companion_mode::{CompanionArguments, run as answer};
 use self::figures::Output;
@@ -63,9 +64,10 @@ pub(crate) fn run(
 ) -> Result<()> {
     arguments.check()?;
     let options = Options::parse(&arguments.options)?;
-    let mut output = Output::new(out, arguments.json || !for_people);
+    let output = Output::new(out, arguments.json || !for_people);
+    let mut bench = Bench { arguments, registry, output };
     if arguments.kernels {
-        return kernels::run(arguments, &mut output);
+        return kernels::run(arguments, &mut bench.output);
     }
     let mut backends = Vec::new();
     for written in &arguments.backend {
@@ -76,27 +78,23 @@ pub(crate) fn run(
     }
     for backend in &backends {
         if let Some(bytes) = arguments.beside_bulk {
-            bulk::run(arguments, backend, registry, bytes, &mut output)?;
+            bulk::run(&mut bench, backend, bytes)?;
         } else if let Some(bytes) = arguments.notices_beside {
-            notifications::run(arguments, backend, registry, bytes, &mut output)?;
+            notifications::run(&mut bench, backend, bytes)?;
         } else if let Some(readers) = arguments.readers {
-            readers::run(arguments, backend, registry, readers, &mut output)?;
+            readers::run(&mut bench, backend, readers)?;
         } else if let Some(seconds) = arguments.idle {
-            idle::run(arguments, backend, registry, seconds, &mut output)?;
+            idle::run(&mut bench, backend, seconds)?;
         } else {
-            return points(arguments, &backends, registry, &mut output);
+            return points(&mut bench, &backends);
         }
     }
     Ok(())
 }
 
 /// Measures every point of the sweep.
-fn points(
-    arguments: &Arguments,
-    backends: &[&'static str],
-    registry: &Registry,
-    output: &mut Output<'_>,
-) -> Result<()> {
+fn points(bench: &mut Bench<'_>, backends: &[&'static str]) -> Result<()> {
+    let Bench { arguments, registry, output } = bench;
     let (points, left_out) = arguments.sweep(backends);
     for point in &left_out {
         let (total, most) = (bytes::show(point.shape.bytes()), bytes::show(arguments.max_total));

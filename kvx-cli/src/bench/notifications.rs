@@ -5,13 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use kvx::{Agent, Grid, Options, Peer, Plan, Registry};
+use kvx::{Agent, Grid, Options, Peer, Plan};
 use serde::Serialize;
 
-use super::arguments::Arguments;
+use super::arguments::Bench;
 use super::bulk::{BLOCK, blocks_of};
 use super::deadlines::DEADLINE;
-use super::figures::Output;
 use super::initiator::block_on;
 use super::points::{Wait, shuffled};
 use super::pools::{PoolKind, Pools, Sizes};
@@ -62,13 +61,8 @@ impl Delay {
 
 /// Measures one backend. Both agents are in this process, so that one clock times the send and the
 /// arrival.
-pub(crate) fn run(
-    arguments: &Arguments,
-    backend: &'static str,
-    registry: &Registry,
-    bulk: u64,
-    output: &mut Output<'_>,
-) -> Result<()> {
+pub(crate) fn run(bench: &mut Bench<'_>, backend: &'static str, bulk: u64) -> Result<()> {
+    let Bench { arguments, registry, output } = bench;
     let blocks = blocks_of("--notices-beside", bulk)?;
     let bulk = u64::from(blocks) * BLOCK;
     let often = |gap: Duration| ((arguments.seconds / gap.as_secs_f64()) as usize).max(LEAST);

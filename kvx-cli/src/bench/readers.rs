@@ -7,12 +7,11 @@ use std::sync::mpsc::{self, Sender};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use kvx::{ErrorKind, Registry};
+use kvx::ErrorKind;
 use serde::Serialize;
 
-use super::arguments::Arguments;
+use super::arguments::Bench;
 use super::deadlines::DEADLINE;
-use super::figures::Output;
 use super::initiator::Initiator;
 use super::points::{Backing, BenchOp, Pattern, Shape};
 use super::pools::{Pools, Sizes};
@@ -39,13 +38,8 @@ struct ReadersRecord {
 }
 
 /// Measures one backend.
-pub(crate) fn run(
-    arguments: &Arguments,
-    backend: &'static str,
-    registry: &Registry,
-    readers: u32,
-    output: &mut Output<'_>,
-) -> Result<()> {
+pub(crate) fn run(bench: &mut Bench<'_>, backend: &'static str, readers: u32) -> Result<()> {
+    let Bench { arguments, registry, output } = bench;
     let about = Duration::from_secs_f64(arguments.seconds + f64::from(readers) / 20.0);
     let memory = bytes::show(SHAPE.bytes() * u64::from(readers + 1));
     eprintln!(

@@ -50,13 +50,12 @@ impl World<Nixl> {
             _ => {}
         }
         self.answer_client(number, &end)?;
-        match end {
-            End::Finished(Some(params)) if leg == DECODE && self.random.percent(50) => {
-                if self.clients.len() < 2 * self.scenario.clients {
-                    self.next_turn(number, params);
-                }
-            }
-            _ => {}
+        if let End::Finished(Some(params)) = end
+            && leg == DECODE
+            && self.random.percent(50)
+            && self.clients.len() < 2 * self.scenario.clients
+        {
+            self.next_turn(number, params);
         }
         Ok(())
     }

@@ -286,7 +286,7 @@ mod tests {
     use std::path::PathBuf;
     use std::sync::Arc;
 
-    use kvx::{Capabilities, Error, ErrorKind};
+    use kvx::{Capabilities, ErrorKind};
     use kvx_core::backend::{
         Availability, BackendName, Context, Factory, Placement, Transport, Unavailable,
     };
@@ -350,7 +350,7 @@ mod tests {
         }
 
         fn open(&self, _context: Context) -> kvx::Result<Arc<dyn Transport>> {
-            Err(Error::new(ErrorKind::Unsupported, "a stub moves nothing"))
+            Err(ErrorKind::Unsupported.because("a stub moves nothing"))
         }
     }
 

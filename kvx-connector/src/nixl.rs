@@ -132,7 +132,7 @@ impl NixlPeer {
                 blob.agent,
                 self.peer.identity().name
             );
-            return Err(Error::new(ErrorKind::Invalid, why));
+            return Err(ErrorKind::Invalid.because(why));
         }
         self.take(&blob)
     }
@@ -149,16 +149,13 @@ impl NixlPeer {
             }
             let region = self.peer.import_region(&range.key)?;
             if region.len() != range.len || range.address.checked_add(range.len).is_none() {
-                return Err(Error::new(
-                    ErrorKind::Malformed,
-                    format!(
-                        "agent {} lists {} bytes at {:#x}, but its KVX metadata lists {}",
-                        blob.agent,
-                        range.len,
-                        range.address,
-                        region.len()
-                    ),
-                ));
+                return Err(ErrorKind::Malformed.because(format!(
+                    "agent {} lists {} bytes at {:#x}, but its KVX metadata lists {}",
+                    blob.agent,
+                    range.len,
+                    range.address,
+                    region.len()
+                )));
             }
             learnt.push((range, region));
         }
@@ -203,14 +200,11 @@ impl NixlPeer {
         });
         match holding.next() {
             Some((base, (_, region))) => Ok((region.clone(), address - base)),
-            None => Err(Error::new(
-                ErrorKind::Unregistered,
-                format!(
-                    "agent {} has registered no {len} bytes at {address:#x}: if it has since, update the peer with its \
-                 newer metadata",
-                    self.peer.identity().name
-                ),
-            )),
+            None => Err(ErrorKind::Unregistered.because(format!(
+                "agent {} has registered no {len} bytes at {address:#x}: if it has since, \
+                     update the peer with its newer metadata",
+                self.peer.identity().name
+            ))),
         }
     }
 
@@ -245,5 +239,5 @@ impl fmt::Debug for NixlPeer {
 }
 
 fn incompatible(agent: &str, why: impl fmt::Display) -> Error {
-    Error::new(ErrorKind::Incompatible, format!("NIXL agent {agent} cannot be reached: {why}"))
+    ErrorKind::Incompatible.because(format!("NIXL agent {agent} cannot be reached: {why}"))
 }

@@ -1,6 +1,6 @@
 //! An agent's Mooncake address: MOONCAKE's section of the metadata.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// The maximum length of a peer's address.
 const MAX_ADDRESS: usize = 512;
@@ -14,10 +14,9 @@ pub(crate) fn checked(address: &[u8]) -> Result<&str> {
     });
     text.ok_or_else(|| {
         let shown = String::from_utf8_lossy(&address[..address.len().min(80)]).into_owned();
-        Error::new(
-            ErrorKind::Malformed,
-            format!("{shown:?} is not the address of a Mooncake engine: expected host:port"),
-        )
+        ErrorKind::Malformed.because(format!(
+            "{shown:?} is not the address of a Mooncake engine: expected host:port"
+        ))
     })
 }
 

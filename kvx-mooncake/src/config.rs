@@ -108,7 +108,7 @@ impl Config {
 }
 
 fn wrong(key: &str, found: &str, wanted: &str) -> Error {
-    Error::new(ErrorKind::Invalid, format!("option \"{key}\" is {found:?}; write {wanted}"))
+    ErrorKind::Invalid.because(format!("option \"{key}\" is {found:?}; write {wanted}"))
 }
 
 #[cfg(test)]

@@ -61,10 +61,8 @@ pub(crate) fn of_state(state: i32) -> (i64, &'static str) {
 
 /// Returns the error for a peer at whose address no process listens.
 pub(crate) fn lost(to: &str) -> Error {
-    Error::new(
-        ErrorKind::PeerLost,
-        format!("no process listens at {to} any more: connect again once the peer runs"),
-    )
+    ErrorKind::PeerLost
+        .because(format!("no process listens at {to} any more: connect again once the peer runs"))
 }
 
 #[cfg(test)]

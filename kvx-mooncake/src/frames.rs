@@ -66,7 +66,7 @@ fn value(letter: u8) -> Option<u8> {
 }
 
 fn malformed(why: &'static str) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed notification of a kvx agent: {why}"))
+    ErrorKind::Malformed.because(format!("malformed notification of a kvx agent: {why}"))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use kvx_backend::error::closed;
 use kvx_backend::fabric::Registrar;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::wire::Writer;
-use kvx_core::{Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
+use kvx_core::{ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::ffi::Engine;
 
@@ -69,7 +69,7 @@ impl RegisteredRanges {
         if known.ranges.range(..end).next_back().is_some_and(|(_, range)| range.end > address) {
             let why = "Mooncake registers no byte twice, and this region shares bytes with another \
                        without lying within it: register one that contains both first";
-            return Err(Error::new(ErrorKind::Unsupported, why));
+            return Err(ErrorKind::Unsupported.because(why));
         }
         drop(known);
         register()?;
@@ -139,7 +139,7 @@ impl EndingRegion {
         std::mem::forget(self.memory.take()); // it may belong to a region that ended earlier
         let why = "an agent that is not kvx has the metadata of this region, and cannot confirm that it has released \
                    it: its memory is kept";
-        Err(Error::new(ErrorKind::StillShared, why))
+        Err(ErrorKind::StillShared.because(why))
     }
 }
 
@@ -161,13 +161,10 @@ impl Remote {
     pub(crate) fn read(export: &[u8]) -> Result<Self> {
         match export.try_into() {
             Ok(address) => Ok(Remote { address: u64::from_le_bytes(address) }),
-            Err(_) => Err(Error::new(
-                ErrorKind::Malformed,
-                format!(
-                    "malformed region: Mooncake's regions have 8 bytes, this one has {}",
-                    export.len()
-                ),
-            )),
+            Err(_) => Err(ErrorKind::Malformed.because(format!(
+                "malformed region: Mooncake's regions have 8 bytes, this one has {}",
+                export.len()
+            ))),
         }
     }
 }
@@ -273,8 +270,8 @@ mod tests {
             ErrorKind::StillShared
         );
         assert!(unregistered, "no new operation is admitted");
-        let refused = ranges
-            .add(RegionId(3), &part(&page, 3000, 1), || Err(Error::new(ErrorKind::Native, "no")));
+        let refused =
+            ranges.add(RegionId(3), &part(&page, 3000, 1), || Err(ErrorKind::Native.because("no")));
         assert!(refused.is_err());
         add(3000, 1).expect("a rejected region is not kept");
     }
@@ -298,7 +295,7 @@ mod tests {
             1,
             "the engine has all of it registered, for the inner region"
         );
-        let kept_by_engine = ranges.remove(&within, |_| Err(Error::new(ErrorKind::Native, "no")));
+        let kept_by_engine = ranges.remove(&within, |_| Err(ErrorKind::Native.because("no")));
         assert!(kept_by_engine.is_err() && kept.strong_count() == 1 && !ranges.is_empty());
         let ending = ranges.remove(&within, |_| Ok(())).expect("now it does");
         assert!(kept.strong_count() == 1 && !ranges.is_empty(), "an operation may be in flight");
@@ -309,7 +306,7 @@ mod tests {
     #[test]
     fn a_range_that_the_engine_keeps_is_never_reported_as_unregistered() {
         let (ranges, within, _kept) = outlived();
-        let refuse = |_| Err(Error::new(ErrorKind::Native, "no"));
+        let refuse = |_| Err(ErrorKind::Native.because("no"));
         ranges.remove(&within, refuse).expect_err("the engine keeps the range");
         let page = Arc::new(Memory::owned(vec![0; 4096]));
         // SAFETY: never used; only the address matters.

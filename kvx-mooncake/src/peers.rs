@@ -5,7 +5,7 @@ use std::ffi::CString;
 use std::sync::Arc;
 
 use kvx_backend::fabric::EndpointId;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::address;
 use crate::ffi::SegmentId;
@@ -117,7 +117,7 @@ pub(crate) fn foreign_text(bytes: &[u8]) -> Result<CString> {
         let why = format!(
             "Mooncake's own notifications are text, and this one has {what}: send text to agents that are not kvx"
         );
-        Error::new(ErrorKind::Unsupported, why)
+        ErrorKind::Unsupported.because(why)
     };
     std::str::from_utf8(bytes).map_err(|_| refused("bytes that are not UTF-8"))?;
     CString::new(bytes).map_err(|_| refused("a NUL"))

@@ -136,7 +136,7 @@ impl fmt::Display for PluginSettings {
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(ErrorKind::Invalid, sentence)
+    ErrorKind::Invalid.because(sentence)
 }
 
 fn seconds(value: &str, by: &str) -> Result<Duration> {

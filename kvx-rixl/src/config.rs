@@ -7,7 +7,7 @@
 //! | `progress_thread` | false with `UCX`, else true | whether NIXL gets its own thread, which sleeps until an event |
 //! | `any_version` | false | accept a wheel of a version that this release does not know |
 
-use kvx_core::{Error, ErrorKind, Options, Result};
+use kvx_core::{ErrorKind, Options, Result};
 
 use crate::ffi::UCX;
 
@@ -44,12 +44,9 @@ impl Config {
             }
         };
         if plugin.is_empty() || !plugin.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            return Err(ErrorKind::Invalid.because(format!(
                     "option \"rixl.plugin\" is {plugin:?}; write the name of a plugin of NIXL, such as UCX"
-                ),
-            ));
+                )));
         }
         let progress_thread = table.flag("progress_thread")?.unwrap_or(plugin != WITHOUT_THREAD);
         Ok(Config {

@@ -11,7 +11,7 @@ use kvx_backend::error::closed;
 use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, SendStatus, Unregister};
 use kvx_backend::reactor::{Armed, Turn};
 use kvx_core::backend::{ForeignRange, MAX_NOTIFICATION, RemoteSpec};
-use kvx_core::{Capabilities, Error, ErrorKind, Identity, PerOp, Result, Revocation};
+use kvx_core::{Capabilities, ErrorKind, Identity, PerOp, Result, Revocation};
 
 use crate::address::Address;
 use crate::agent_lock::AgentLock;
@@ -249,10 +249,9 @@ unsafe impl Fabric for NixlFabric {
         }
         let memory::Export { range, blob } = export;
         if range.len < region.len {
-            return Err(Error::new(
-                ErrorKind::Malformed,
-                "the region is longer than its description for NIXL",
-            ));
+            return Err(
+                ErrorKind::Malformed.because("the region is longer than its description for NIXL")
+            );
         }
         Ok(Remote(Arc::new(NixlRegion::new(range, blob))))
     }
@@ -445,10 +444,8 @@ unsafe impl Fabric for NixlFabric {
             self.events.push_back(Event::Ready(endpoint));
         }
         for earlier in self.peers.earlier_endpoints(endpoint) {
-            let why = Error::new(
-                ErrorKind::PeerLost,
-                "this agent was connected again with newer metadata",
-            );
+            let why =
+                ErrorKind::PeerLost.because("this agent was connected again with newer metadata");
             self.events.push_back(Event::Broken { endpoint: earlier, why, gone: false });
         }
         Ok(())

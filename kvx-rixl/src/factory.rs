@@ -99,7 +99,7 @@ impl Factory for Rixl {
         Plugin::check(library, &config.plugin).map_err(|why| unavailable(NAME, why))?;
         let name = name_of(&context.agent);
         let me = CString::new(name.as_str()).map_err(|_| {
-            Error::new(ErrorKind::Invalid, "the agent's name has a NUL byte").with_backend(NAME)
+            ErrorKind::Invalid.because("the agent's name has a NUL byte").with_backend(NAME)
         })?;
         let opened = open_agent(library, &config, &name, &context.agent.name);
         let (agent, watchers) = opened.map_err(|why| why.with_backend(NAME))?;
@@ -183,19 +183,16 @@ fn run_within<T: Send + 'static>(
         Error::os("could not start a thread for NIXL", error).with_kind(ErrorKind::Exhausted)
     })?;
     match opened.recv_timeout(limit) {
-        Err(RecvTimeoutError::Timeout) => Err(Error::new(
-            ErrorKind::TimedOut,
-            format!(
-                "NIXL has not opened its plugin within {limit:?}: NIXL_LOG_LEVEL=debug shows why"
-            ),
-        )),
+        Err(RecvTimeoutError::Timeout) => Err(ErrorKind::TimedOut.because(format!(
+            "NIXL has not opened its plugin within {limit:?}: NIXL_LOG_LEVEL=debug shows why"
+        ))),
         Ok(opened) => {
             thread.join().ok(); // it has finished
             opened
         }
         Err(RecvTimeoutError::Disconnected) => {
             // The panic hook has reported why.
-            Err(Error::new(ErrorKind::Native, "opening NIXL panicked"))
+            Err(ErrorKind::Native.because("opening NIXL panicked"))
         }
     }
 }
@@ -211,7 +208,7 @@ mod tests {
             Ok(std::thread::current().name().map(str::to_owned))
         });
         assert_eq!(opened.unwrap(), Some(name()));
-        let refused = || Err::<(), _>(Error::new(ErrorKind::Invalid, "refused"));
+        let refused = || Err::<(), _>(ErrorKind::Invalid.because("refused"));
         assert_eq!(
             run_within(Duration::MAX, name(), refused).unwrap_err().kind(),
             ErrorKind::Invalid

@@ -9,7 +9,7 @@ use kvx_backend::error::closed;
 use kvx_backend::fabric::{Registrar, Unregister};
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Memory, RegionId, Result};
+use kvx_core::{ErrorKind, Memory, RegionId, Result};
 
 use crate::agent_lock::AgentLock;
 use crate::blob::{Blob, BlobMemory, malformed};
@@ -63,14 +63,11 @@ impl RegisteredRanges {
         if !registered.contains_key(&range)
             && let Some(other) = registered.keys().find(|other| other.overlaps(&range))
         {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
+            return Err(ErrorKind::Unsupported.because(format!(
                     "the region overlaps another of {} bytes at {:#x}, and NIXL cannot distinguish them: register the \
                      whole range once, and use grids on it",
                     other.len, other.address
-                ),
-            ));
+                )));
         }
         let agent = locked.as_ref().ok_or_else(closed)?;
         let is_new = !registered.contains_key(&range);
@@ -99,10 +96,7 @@ impl RegisteredRanges {
         let mut registered = self.registered.lock();
         let Some(uses) = registered.get_mut(range) else { return Ok(Unregister::Now) };
         if uses.is_published {
-            return Err(Error::new(
-                ErrorKind::StillShared,
-                "a foreign agent has the metadata of this memory, and NIXL cannot revoke its access",
-            ));
+            return Err(ErrorKind::StillShared.because("a foreign agent has the metadata of this memory, and NIXL cannot revoke its access"));
         }
         uses.regions = uses.regions.saturating_sub(1);
         if uses.regions == 0 {

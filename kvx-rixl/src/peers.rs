@@ -103,7 +103,7 @@ pub(crate) struct Peers {
 }
 
 fn lost(why: &'static str) -> Error {
-    Error::new(ErrorKind::PeerLost, why)
+    ErrorKind::PeerLost.because(why)
 }
 
 impl Peers {
@@ -139,7 +139,7 @@ impl Peers {
         if name == self.own_name {
             if foreign {
                 let why = "this is the blob of this agent: connect with its kvx metadata";
-                return Err(Error::new(ErrorKind::Invalid, why));
+                return Err(ErrorKind::Invalid.because(why));
             }
             self.endpoints.insert(
                 endpoint,

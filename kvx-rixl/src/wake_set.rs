@@ -71,7 +71,7 @@ impl WakeSet {
                 Err(_) => {}
             }
         }
-        Err(Error::new(ErrorKind::Native, "could not create a set of descriptors"))
+        Err(ErrorKind::Native.because("could not create a set of descriptors"))
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {

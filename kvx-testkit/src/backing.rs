@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Memory};
+use kvx_core::{ErrorKind, Memory};
 use serde::{Deserialize, Serialize};
 
 use crate::device::Device;
@@ -37,7 +37,7 @@ impl Backing {
             (Backing::Owned | Backing::Shared, _) => Memory::owned(vec![0; len]),
             (Backing::Device, Some(device)) => device.allocate(len)?,
             (Backing::Device, None) => {
-                return Err(Error::new(ErrorKind::Invalid, "the setup has no device"));
+                return Err(ErrorKind::Invalid.because("the setup has no device"));
             }
         };
         if let Some(seed) = seed {

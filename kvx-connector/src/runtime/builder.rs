@@ -1,6 +1,6 @@
 //! Builds a connector from vLLM's configuration.
 
-use kvx_core::{Error, ErrorKind, Registry, Result, Secret};
+use kvx_core::{ErrorKind, Registry, Result, Secret};
 use kvx_vllm::config::{BufferDevice, KvTransferConfig};
 use serde_json::{Map, Value, json};
 
@@ -141,10 +141,7 @@ impl ConnectorBuilder {
         let (setup, side) = self.setup()?;
         let started = thread::start(setup, side)?;
         started.wait(thread::START_LIMIT.into()).unwrap_or_else(|| {
-            Err(Error::new(
-                ErrorKind::TimedOut,
-                "the side channel did not start to listen within 30 s",
-            ))
+            Err(ErrorKind::TimedOut.because("the side channel did not start to listen within 30 s"))
         })
     }
 
@@ -175,7 +172,7 @@ impl ConnectorBuilder {
     }
 
     pub(super) fn setup(self) -> Result<(Setup, SideSettings)> {
-        let invalid = |sentence: &str| Err(Error::new(ErrorKind::Invalid, sentence.to_owned()));
+        let invalid = |sentence: &str| Err(ErrorKind::Invalid.because(sentence.to_owned()));
         let (tp_size, pp_size, dcp_size) = self.sizes;
         let most = kvx_vllm::ids::MAX_RANKS;
         if tp_size == 0 || pp_size == 0 || dcp_size == 0 || tp_size.saturating_mul(pp_size) > most {
@@ -196,10 +193,12 @@ impl ConnectorBuilder {
         };
         let writes = settings.mode == TransferMode::Push || settings.mooncake.is_some();
         if self.config.nixl().kvx_digest && writes {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "kvx_digest is for NixlConnector, where the decode reads: other connectors write without digests; \
-                 take kvx_digest out of kv_connector_extra_config, or write NixlConnector",
+            return Err(ErrorKind::Unsupported.because(
+                "kvx_digest is for NixlConnector, where the \
+                                                       decode reads: other connectors write \
+                                                       without digests; take kvx_digest out of \
+                                                       kv_connector_extra_config, or write \
+                                                       NixlConnector",
             ));
         }
         let (secret, sizes) = (Secret::from_environment()?, (self.data_parallel, tp_size));

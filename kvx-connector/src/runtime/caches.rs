@@ -93,16 +93,13 @@ impl RegisteredCaches {
         };
         match self.regions.iter().find(|region| lies_in(region.memory())) {
             Some(memory) => Ok((memory, held.base - memory.memory().address())),
-            None => Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            None => Err(ErrorKind::Invalid.because(format!(
                     "region {region} of the caches ({:#x} to {end:#x}, layer {}) lies in none of the {} pieces of \
                      memory: pass Rank::register all memory that holds the caches",
                     held.base,
                     held.layers.first().map_or("without a name", |name| &**name),
                     self.regions.len()
-                ),
-            )),
+                ))),
         }
     }
 
@@ -191,8 +188,7 @@ impl RegisteredCaches {
     pub(super) async fn finished(&self, deadline: Deadline) -> Result<()> {
         match tokio::time::timeout(deadline.left(), self.finishing.write()).await {
             Ok(_) => self.host_copies.as_ref().map_or(Ok(()), HostCopies::check),
-            Err(_) => Err(Error::new(
-                ErrorKind::StillShared,
+            Err(_) => Err(ErrorKind::StillShared.because(
                 "blocks were still being finished, hashed or copied at the deadline: allow more \
                  time",
             )),
@@ -201,5 +197,5 @@ impl RegisteredCaches {
 }
 
 pub(super) fn caches_are_gone() -> Error {
-    Error::new(ErrorKind::Revoked, "the caches were given back before the blocks were finished")
+    ErrorKind::Revoked.because("the caches were given back before the blocks were finished")
 }

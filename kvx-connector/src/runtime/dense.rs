@@ -100,7 +100,7 @@ impl DensePool {
     ///   layout is neither LBHNC nor LBNHC.
     /// - `Exhausted`: there is not enough memory.
     pub fn new(model: DenseModel, blocks: u32) -> Result<Self> {
-        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        let invalid = |what: String| Err(ErrorKind::Invalid.because(what));
         if !matches!(model.layout, KvLayout::Lbhnc | KvLayout::Lbnhc) {
             return invalid(format!(
                 "a dense pool cannot have layout {}: use LBHNC or LBNHC",
@@ -185,13 +185,10 @@ impl DensePool {
         let count = tokens.div_ceil(self.0.rows.tokens);
         let mut free = self.0.free.lock();
         let Some(rest) = free.len().checked_sub(count) else {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                format!(
+            return Err(ErrorKind::Busy.because(format!(
                     "{count} blocks for {tokens} tokens, {} are free: wait for a release, or make the pool larger",
                     free.len()
-                ),
-            ));
+                )));
         };
         let blocks = free.split_off(rest);
         Ok(DenseBlocks { pool: self.clone(), blocks })
@@ -232,10 +229,9 @@ impl DensePool {
     ) -> Result<()> {
         self.layers(views.len())?;
         if blocks.blocks.len() < tokens.div_ceil(self.0.rows.tokens) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("{blocks:?} hold fewer than {tokens} tokens"),
-            ));
+            return Err(
+                ErrorKind::Invalid.because(format!("{blocks:?} hold fewer than {tokens} tokens"))
+            );
         }
         let mut scratch = vec![0; self.0.block_len];
         for (part, block) in self.parts(tokens).zip(&blocks.blocks) {
@@ -271,10 +267,8 @@ impl DensePool {
         if given == wanted {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Invalid,
-            format!("{given} layers were given, but the pool has {wanted}"),
-        ))
+        Err(ErrorKind::Invalid
+            .because(format!("{given} layers were given, but the pool has {wanted}")))
     }
 }
 
@@ -342,14 +336,11 @@ impl Prefill<'_> {
         views: &[[DenseView<'_>; 2]],
     ) -> Result<(DenseLease, TransferParams)> {
         if self.mode() == TransferMode::Push {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "NixlPushConnector cannot push blocks of a dense pool: set kv_connector to NixlConnector",
-            ));
+            return Err(ErrorKind::Unsupported.because("NixlPushConnector cannot push blocks of a dense pool: set kv_connector to NixlConnector"));
         }
         let blocks = pool.save(tokens, views)?;
         let tokens = u32::try_from(tokens).map_err(|_| {
-            Error::new(ErrorKind::Invalid, format!("{tokens} tokens are too many for one request"))
+            ErrorKind::Invalid.because(format!("{tokens} tokens are too many for one request"))
         })?;
         let (lease, params) = self.publish(request, blocks.lists(), tokens)?;
         Ok((DenseLease { lease, blocks }, params))

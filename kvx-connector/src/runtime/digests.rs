@@ -10,7 +10,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, PeerRegion, Place as _, Region, Result};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, PeerRegion, Place as _, Region, Result};
 use twox_hash::XxHash3_64;
 
 use super::generations::{GenerationTable, WORD};
@@ -64,25 +64,18 @@ impl Digests {
     /// regions than one read can fetch.
     pub(super) fn new(agent: &Agent, geometry: &Geometry, pools: &[Arc<Memory>]) -> Result<Self> {
         if let Some(pool) = pools.iter().find(|pool| !pool.kind().is_host()) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "kvx_digest needs caches in host memory, and these lie in {} memory: set \
-                     \"kv_buffer_device\": \"cpu\" and a backend other than TCP, or remove \
-                     kvx_digest from kv_connector_extra_config here and at peers",
-                    pool.kind()
-                ),
-            ));
+            return Err(ErrorKind::Unsupported.because(format!(
+                "kvx_digest needs caches in host memory, and these lie in {} memory: set \
+                 \"kv_buffer_device\": \"cpu\" and a backend other than TCP, or remove kvx_digest \
+                 from kv_connector_extra_config here and at peers",
+                pool.kind()
+            )));
         }
         let (regions, blocks) = size(geometry);
         if regions > AT_ONCE {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "kvx_digest supports caches of at most {AT_ONCE} regions, and these have \
-                     {regions}"
-                ),
-            ));
+            return Err(ErrorKind::Unsupported.because(format!(
+                "kvx_digest supports caches of at most {AT_ONCE} regions, and these have {regions}"
+            )));
         }
         // A worker without regions has one word too, because a pool cannot be empty.
         let words = (regions * blocks as usize).max(1);
@@ -143,13 +136,10 @@ impl PeerDigests {
         let (regions, blocks) = size(geometry);
         let len = (regions as u64).saturating_mul(u64::from(blocks)).saturating_mul(WORD);
         if region.len() < len || regions > AT_ONCE {
-            return Err(Error::new(
-                ErrorKind::Malformed,
-                format!(
-                    "the peer has {} bytes of digests for {blocks} blocks in {regions} regions",
-                    region.len()
-                ),
-            ));
+            return Err(ErrorKind::Malformed.because(format!(
+                "the peer has {} bytes of digests for {blocks} blocks in {regions} regions",
+                region.len()
+            )));
         }
         Ok(PeerDigests { region, layout: Layout::of(source, geometry)? })
     }
@@ -295,16 +285,13 @@ fn whole(
         end += theirs.grid.length;
     }
     if end != region.block_len {
-        return Err(Error::new(
-            ErrorKind::Incompatible,
-            format!(
-                "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: a \
-                 digest covers a whole block, so the tensor-parallel size has to be that of the \
-                 peer or a divisor of it; else remove kvx_digest from kv_connector_extra_config",
-                lanes.iter().map(|(theirs, _)| theirs.grid.length).sum::<u64>(),
-                region.block_len
-            ),
-        ));
+        return Err(ErrorKind::Incompatible.because(format!(
+            "kvx_digest is set, and this engine reads {} bytes of the peer's blocks of {}: a \
+             digest covers a whole block, so the tensor-parallel size has to be that of the peer \
+             or a divisor of it; else remove kvx_digest from kv_connector_extra_config",
+            lanes.iter().map(|(theirs, _)| theirs.grid.length).sum::<u64>(),
+            region.block_len
+        )));
     }
     Ok((number, lanes.iter().map(|(_, ours)| *ours).collect()))
 }

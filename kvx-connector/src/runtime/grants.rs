@@ -200,5 +200,5 @@ impl Grants {
 
 /// Returns the error of a grant for a request that was aborted.
 pub(super) fn given_up() -> Error {
-    Error::new(ErrorKind::Revoked, "the request was aborted, so no peer may write for it")
+    ErrorKind::Revoked.because("the request was aborted, so no peer may write for it")
 }

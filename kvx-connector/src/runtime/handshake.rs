@@ -82,20 +82,17 @@ async fn connect(
             "worker pp {} tp {} of this engine has no caches registered: call Rank::register",
             rank.pp, rank.tp
         );
-        Error::new(ErrorKind::Invalid, sentence)
+        ErrorKind::Invalid.because(sentence)
     })?;
     let settings = &shared.setup.settings;
     let mut geometries = Vec::with_capacity(answer.workers.len());
     for (rank, metadata) in &answer.workers {
         if metadata.dcp_size != peer.dcp_size {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "the peer's handshake names a decode-context-parallel size of {}, and {} was \
-                     expected: set the same size on both engines",
-                    metadata.dcp_size, peer.dcp_size
-                ),
-            ));
+            return Err(ErrorKind::Unsupported.because(format!(
+                "the peer's handshake names a decode-context-parallel size of {}, and {} was \
+                 expected: set the same size on both engines",
+                metadata.dcp_size, peer.dcp_size
+            )));
         }
         geometries.push((WorkerRank { pp: rank.pp, tp: rank.tp }, Geometry::advertised(metadata)?));
     }
@@ -146,10 +143,8 @@ async fn connect(
             return Err(no_digests(peer, worker));
         }
         if !plan.generations {
-            return Err(Error::new(
-                ErrorKind::Malformed,
-                "the peer has digests of its blocks, but no generations",
-            ));
+            return Err(ErrorKind::Malformed
+                .because("the peer has digests of its blocks, but no generations"));
         }
     }
     Ok(PeerConnection { plan, link: PeerLink { map, workers } })
@@ -185,10 +180,7 @@ async fn link_worker(
             (peer, regions)
         }
         None if metadata.agent_metadata.is_empty() => {
-            return Err(Error::new(
-                ErrorKind::NoRoute,
-                no_way("it has no NIXL agent to fall back on"),
-            ));
+            return Err(ErrorKind::NoRoute.because(no_way("it has no NIXL agent to fall back on")));
         }
         None if NixlPeer::is_offered(&metadata.agent_metadata) => {
             let known = NixlPeer::connect(&own.agent, &metadata.agent_metadata);
@@ -273,14 +265,11 @@ fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
         .as_nixl
         .as_ref()
         .map_or_else(String::new, |why| format!(" (reached as a NIXL agent: {why})"));
-    Error::new(
-        ErrorKind::Incompatible,
-        format!(
+    ErrorKind::Incompatible.because(format!(
             "kvx_digest is set here, and engine {} publishes no digests of its blocks{why}: set kvx_digest in its \
              kv_connector_extra_config too if it runs kvx, or remove it here",
             peer.engine
-        ),
-    )
+        ))
 }
 
 /// Waits until the link of a peer is up.

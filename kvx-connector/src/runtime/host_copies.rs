@@ -166,10 +166,9 @@ impl HostCopies {
     pub(super) async fn idle(&self, deadline: Deadline) -> Result<()> {
         match tokio::time::timeout(deadline.left(), self.copying.lock()).await {
             Ok(_) => self.check(),
-            Err(_) => Err(Error::new(
-                ErrorKind::TimedOut,
-                "the blocks were still being copied to the host",
-            )),
+            Err(_) => {
+                Err(ErrorKind::TimedOut.because("the blocks were still being copied to the host"))
+            }
         }
     }
 
@@ -177,7 +176,7 @@ impl HostCopies {
     pub(super) fn check(&self) -> Result<()> {
         let why = |why: &String| {
             let why = format!("copies between host and device have stopped for good: {why}");
-            Err(Error::new(ErrorKind::StillShared, why))
+            Err(ErrorKind::StillShared.because(why))
         };
         self.broken.get().map_or(Ok(()), why)
     }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Blocks, Error, ErrorKind, GridSet, Peer, PeerRegion, Region, Result};
+use kvx_core::{Blocks, ErrorKind, GridSet, Peer, PeerRegion, Region, Result};
 
 use super::digests::PeerDigests;
 use super::peer_regions::{ImportedRegions, PeerRegions};
@@ -43,10 +43,7 @@ impl PeerLink {
     /// Returns a worker of the peer. Errors: `Invalid` if this connection does not lead to it.
     pub(super) fn worker(&self, rank: WorkerRank) -> Result<&LinkedWorker> {
         let unknown = || {
-            Error::new(
-                ErrorKind::Invalid,
-                "this connection does not lead to that worker of the peer",
-            )
+            ErrorKind::Invalid.because("this connection does not lead to that worker of the peer")
         };
         self.workers.iter().find(|worker| worker.rank == rank).ok_or_else(unknown)
     }
@@ -82,7 +79,7 @@ impl PeerLink {
         part: Part,
         group: &GroupMove,
     ) -> Result<(&LinkedWorker, Vec<Pairing>)> {
-        let missing = || Error::new(ErrorKind::Invalid, "no blocks move between these workers");
+        let missing = || ErrorKind::Invalid.because("no blocks move between these workers");
         let at =
             self.workers.iter().position(|worker| worker.rank == part.rank).ok_or_else(missing)?;
         let (_, sets) = self.map.part(part).ok_or_else(missing)?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Agent, Error, ErrorKind, Result};
+use kvx_core::{Agent, ErrorKind, Result};
 
 use super::refusal_log::RefusalLog;
 use super::shared::Shared;
@@ -37,13 +37,10 @@ pub(super) async fn receive(shared: Arc<Shared>, rank: WorkerRank, agent: Agent)
                     Got::Part => continue,
                     Got::Whole(bytes) => report(&shared, rank, &from, &bytes),
                     Got::Nonsense => report(&shared, rank, &from, &notification.bytes),
-                    Got::Instead(bytes) => Err(Error::new(
-                        ErrorKind::Exhausted,
-                        format!(
-                            "an incomplete one, of which {bytes} bytes had arrived, was dropped \
-                             to make space for this one"
-                        ),
-                    )),
+                    Got::Instead(bytes) => Err(ErrorKind::Exhausted.because(format!(
+                        "an incomplete one, of which {bytes} bytes had arrived, was dropped to \
+                         make space for this one"
+                    ))),
                 };
                 let Err(error) = heard else { continue };
                 if let Some(suppressed) = log.count() {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, ErrorKind, Peer, Result};
+use kvx_core::{ErrorKind, Peer, Result};
 
 use super::shared::Shared;
 use super::trace::Phase;
@@ -41,7 +41,7 @@ pub(super) async fn send(peer: &Peer, bytes: &[u8], limit: Duration) -> Result<(
     static LAST: AtomicU64 = AtomicU64::new(0);
     let too_long = || {
         let why = format!("{} bytes of a notification, at most {MAX_NOTE} are sent", bytes.len());
-        Error::new(ErrorKind::Exhausted, why)
+        ErrorKind::Exhausted.because(why)
     };
     let number = LAST.fetch_add(1, Ordering::Relaxed);
     for note in notes(number, bytes).ok_or_else(too_long)? {

@@ -2,7 +2,7 @@
 //! to a write.
 
 use kvx_core::backend::Metadata;
-use kvx_core::{Error, ErrorKind, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Result};
+use kvx_core::{ErrorKind, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Result};
 
 use super::digests::DIGESTS;
 use super::generations::WORDS;
@@ -56,10 +56,8 @@ impl PeerRegions {
             let name = region.name().and_then(|name| name.strip_prefix(GRANT)?.split_once('@'));
             let address = name.and_then(|(_, hex)| u64::from_str_radix(hex, 16).ok());
             let malformed = || {
-                Error::new(
-                    ErrorKind::Malformed,
-                    "the grant of a push names a region without an address",
-                )
+                ErrorKind::Malformed
+                    .because("the grant of a push names a region without an address")
             };
             Ok((address.ok_or_else(malformed)?, region.clone()))
         };
@@ -103,12 +101,9 @@ impl PeerRegions {
         };
         match self.pools.iter().find(within) {
             Some((address, region)) => Ok((region, base - address)),
-            None => Err(Error::new(
-                ErrorKind::Malformed,
-                format!(
-                    "the peer names blocks at {base:#x}, where its agent has not registered memory"
-                ),
-            )),
+            None => Err(ErrorKind::Malformed.because(format!(
+                "the peer names blocks at {base:#x}, where its agent has not registered memory"
+            ))),
         }
     }
 }
@@ -129,10 +124,8 @@ impl ImportedRegions {
         else {
             return match order.grants.is_empty() {
                 true => Ok(None),
-                false => Err(Error::new(
-                    ErrorKind::Malformed,
-                    "the decode's registration has no grant for this worker",
-                )),
+                false => Err(ErrorKind::Malformed
+                    .because("the decode's registration has no grant for this worker")),
             };
         };
         let mut imported = ImportedRegions {

@@ -95,10 +95,9 @@ impl<'a> Prefill<'a> {
         let shared = connector.shared();
         let refused = |kind: ErrorKind, why: &dyn fmt::Display| {
             if shared.is_closed() {
-                return Error::new(
-                    ErrorKind::Closed,
-                    format!("request {request} cannot be published: the connector was shut down"),
-                );
+                return ErrorKind::Closed.because(format!(
+                    "request {request} cannot be published: the connector was shut down"
+                ));
             }
             Error::new(kind, format!("request {request} cannot be published: {why}"))
         };

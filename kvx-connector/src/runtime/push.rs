@@ -65,7 +65,7 @@ fn writers(
         if worker.as_nixl.is_some() {
             let why = "a prefill that is a plain NIXL agent writes without a grant, so its writes \
                        cannot be ended: set kv_connector NixlConnector on both sides";
-            return Err((*at, Error::new(ErrorKind::Unsupported, why)));
+            return Err((*at, ErrorKind::Unsupported.because(why)));
         }
     }
     Ok(link)
@@ -86,7 +86,7 @@ pub(super) fn grant(shared: &Shared, request: &RequestId) -> Result<Arc<GrantedW
                 let WorkerRank { pp, tp } = rank;
                 let why =
                     format!("worker pp {pp} tp {tp} has no caches registered: call Rank::register");
-                Error::new(ErrorKind::Invalid, why)
+                ErrorKind::Invalid.because(why)
             })
         };
         let here = state.ranks.iter().filter(|(_, held)| held.worker.remote().is_none());
@@ -217,14 +217,11 @@ async fn collect(shared: &Arc<Shared>, request: &RequestId) -> GrantsOfRanks {
         let regions = match timeout(PATIENCE, answer).await {
             Ok(Ok(regions)) => regions?,
             Ok(Err(_)) => {
-                return Err(Error::new(
-                    ErrorKind::PeerLost,
-                    format!("{} has left", rank_name(rank)),
-                ));
+                return Err(ErrorKind::PeerLost.because(format!("{} has left", rank_name(rank))));
             }
             Err(_) => {
                 let why = format!("{} has not granted memory within {PATIENCE:?}", rank_name(rank));
-                return Err(Error::new(ErrorKind::TimedOut, why));
+                return Err(ErrorKind::TimedOut.because(why));
             }
         };
         all.push(PushGrant { pp, tp, regions });

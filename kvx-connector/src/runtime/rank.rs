@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kvx_core::{Completion, Deadline, Error, ErrorKind, Memory, Result};
+use kvx_core::{Completion, Deadline, ErrorKind, Memory, Result};
 
 use super::connector::Connector;
 use super::register;
@@ -20,14 +20,11 @@ impl Connector {
             return Ok(Rank { connector: self.clone(), rank });
         }
         let Settings { tp_size, pp_size, .. } = self.settings();
-        Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
+        Err(ErrorKind::Invalid.because(format!(
                 "there is no worker pp {} tp {}: the connector was built for {pp_size} x {tp_size}, see \
                  ConnectorBuilder::workers",
                 rank.pp, rank.tp
-            ),
-        ))
+            )))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvx_core::backend::Ticket;
-use kvx_core::{Agent, Completion, Deadline, DeviceAccess, Error, ErrorKind, Memory, Result};
+use kvx_core::{Agent, Completion, Deadline, DeviceAccess, ErrorKind, Memory, Result};
 use kvx_vllm::config::BufferDevice;
 
 use super::caches::RegisteredCaches;
@@ -38,7 +38,7 @@ pub(super) fn register(
     caches: Caches,
     memory: Vec<Arc<Memory>>,
 ) -> Result<()> {
-    let invalid = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
+    let invalid = |sentence: String| Err(ErrorKind::Invalid.because(sentence));
     check_block_size(shared, &caches)?;
     // Workers register one after the other. The first one creates what they share.
     let listening = shared.listening.lock();
@@ -84,7 +84,7 @@ pub(super) fn register(
     let words = || {
         let memory =
             shared.state.lock().publication.published.as_ref().map(GenerationState::memory);
-        memory.ok_or_else(|| Error::new(ErrorKind::Closed, "the caches were given back meanwhile"))
+        memory.ok_or_else(|| ErrorKind::Closed.because("the caches were given back meanwhile"))
     };
     let registered = open(shared, rank, agent, caches, memory, words)?;
     let (generation, own) = match listening {
@@ -109,14 +109,11 @@ pub(super) fn check_block_size(shared: &Shared, caches: &Caches) -> Result<()> {
     if tokens == shared.setup.settings.block_size {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Invalid,
-        format!(
-            "the caches have logical blocks of {tokens} tokens, the connector was built for {}: call \
-             ConnectorBuilder::block_size({tokens})",
-            shared.setup.settings.block_size
-        ),
-    ))
+    Err(ErrorKind::Invalid.because(format!(
+        "the caches have logical blocks of {tokens} tokens, the connector was built for {}: call \
+         ConnectorBuilder::block_size({tokens})",
+        shared.setup.settings.block_size
+    )))
 }
 
 /// Registers caches with an agent. `words` allocates the generation counters of their blocks.
@@ -213,7 +210,7 @@ pub(super) fn give_back(
         drop(state);
         let why =
             "a rank in a process of its own gives its caches back there (JoinedRank::give_back)";
-        ticket.settle(Err(Error::new(ErrorKind::Invalid, why)));
+        ticket.settle(Err(ErrorKind::Invalid.because(why)));
         return done;
     }
     let mut unused = Some(ticket);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::backend::sync::Mutex;
-use kvx_core::{Agent, Error, ErrorKind, Grid, Memory, Region, Result};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Region, Result};
 
 use super::generations::WORD;
 
@@ -36,12 +36,9 @@ impl Scratch {
         match tokio::time::timeout(limit, self.places.acquire()).await {
             Ok(permit) => permit.expect("nobody closes it").forget(),
             Err(_) => {
-                return Err(Error::new(
-                    ErrorKind::Busy,
-                    format!(
+                return Err(ErrorKind::Busy.because(format!(
                         "{SLOTS} reads of peers' generations and digests are under way, and none has ended within {limit:?}"
-                    ),
-                ));
+                    )));
             }
         }
         let slot = self.free.lock().pop().expect("there are as many slots as permits");

@@ -5,7 +5,7 @@ use std::task::Waker;
 
 use kvx_core::backend::Ticket;
 use kvx_core::backend::sync::{Condvar, Mutex};
-use kvx_core::{Deadline, Error, ErrorKind, Result, Secret};
+use kvx_core::{Deadline, ErrorKind, Result, Secret};
 use tokio::sync::Notify;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -173,10 +173,8 @@ impl Shared {
         let state = self.state.lock();
         let link = state.ranks.get(rank).and_then(|held| held.links.get(&connection).cloned());
         link.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Closed,
-                "the connection was closed because the caches were given back",
-            )
+            ErrorKind::Closed
+                .because("the connection was closed because the caches were given back")
         })
     }
 

@@ -66,8 +66,7 @@ pub(super) async fn run(
 }
 
 fn unheard() -> Error {
-    Error::new(
-        ErrorKind::StillShared,
+    ErrorKind::StillShared.because(
         "a rank in a process of its own did not report its end by the deadline: allow more time",
     )
 }

@@ -174,42 +174,33 @@ impl State {
         if let Some(why) =
             remote.clone().filter(|remote| !remote.has_given_back()).find_map(RemoteRank::missing)
         {
-            return Err(Error::new(
-                ErrorKind::PeerLost,
-                format!("a rank of this engine is missing: {why}"),
-            ));
+            return Err(
+                ErrorKind::PeerLost.because(format!("a rank of this engine is missing: {why}"))
+            );
         }
         if let Some(why) = remote.find_map(RemoteRank::missing) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("{why}: call JoinedRank::register there"),
-            ));
+            return Err(
+                ErrorKind::Invalid.because(format!("{why}: call JoinedRank::register there"))
+            );
         }
         let Some(pool) = &self.publication.pool else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "no caches are registered: call Rank::register first",
-            ));
+            return Err(
+                ErrorKind::Invalid.because("no caches are registered: call Rank::register first")
+            );
         };
         if blocks.groups().len() != groups {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            return Err(ErrorKind::Invalid.because(format!(
                     "{} lists of blocks, and the connector was built for {groups} KV cache groups: give a list for \
                      each, or call ConnectorBuilder::groups",
                     blocks.groups().len()
-                ),
-            ));
+                )));
         }
         for (group, list) in blocks.groups().iter().enumerate() {
             let count = pool.of_group(group);
             if let Some(beyond) = list.iter().find(|block| **block >= count) {
-                return Err(Error::new(
-                    ErrorKind::OutOfBounds,
-                    format!(
+                return Err(ErrorKind::OutOfBounds.because(format!(
                         "block {beyond} of KV cache group {group}: the registered caches have {count} blocks"
-                    ),
-                ));
+                    )));
             }
         }
         Ok(())
@@ -341,5 +332,5 @@ impl State {
 
 /// Returns the error of every call after a shutdown.
 pub(super) fn closed() -> Error {
-    Error::new(ErrorKind::Closed, "the connector was shut down: build a new one")
+    ErrorKind::Closed.because("the connector was shut down: build a new one")
 }

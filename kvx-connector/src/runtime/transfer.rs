@@ -111,7 +111,7 @@ async fn post(
     }
     let link = shared.link(rank, order.connection)?;
     let worker = link.worker(order.part.rank)?;
-    let missing = || Error::new(ErrorKind::Invalid, "no blocks move between these workers");
+    let missing = || ErrorKind::Invalid.because("no blocks move between these workers");
     let grant = match op {
         Op::Read => None,
         Op::Write => {
@@ -161,10 +161,11 @@ async fn words(
     let worker = link.worker(at)?;
     let own = shared
         .registered(rank)
-        .ok_or_else(|| Error::new(ErrorKind::Revoked, "the caches were given back"))?;
-    let region = worker.words.as_ref().ok_or_else(|| {
-        Error::new(ErrorKind::Unregistered, "the peer has no generation counters")
-    })?;
+        .ok_or_else(|| ErrorKind::Revoked.because("the caches were given back"))?;
+    let region = worker
+        .words
+        .as_ref()
+        .ok_or_else(|| ErrorKind::Unregistered.because("the peer has no generation counters"))?;
     let count = u32::try_from(kvx_core::Place::len(region) / WORD).unwrap_or(u32::MAX);
     let theirs = (region, Grid::packed(WORD, count));
     // The generation of the pool, then those of the blocks.
@@ -200,7 +201,7 @@ async fn wrong_blocks(
     let link = shared.link(rank, connection)?;
     let worker = link.worker(blocks.part.rank)?;
     let own = shared.registered(rank).ok_or_else(caches_are_gone)?;
-    let missing = || Error::new(ErrorKind::Unregistered, "the peer has no digests");
+    let missing = || ErrorKind::Unregistered.because("the peer has no digests");
     let peer = Arc::clone(worker.digests.as_ref().ok_or_else(missing)?);
     let remote = |group: &GroupMove| {
         (0..group.remote.len()).map(|at| group.remote.at(at)).collect::<Vec<_>>()
@@ -217,7 +218,7 @@ async fn wrong_blocks(
     let hash = move || shared.with_caches(rank, &own, |own| own.wrong(&peer, &read, &rows));
     let wrong = tokio::task::spawn_blocking(hash).await;
     let wrong = wrong.map_err(|error| {
-        Error::new(ErrorKind::Closed, format!("blocks were not checked: {error}"))
+        ErrorKind::Closed.because(format!("blocks were not checked: {error}"))
     })??;
     let each = link.map.units().consumer();
     let mut here: Vec<u32> = Vec::new();

@@ -113,7 +113,7 @@ impl Engine {
         on_named_thread(|| {
             Ok(kvx_backend::loader::with_signals_kept(|| Engine::make(library, engine_options)))
         })
-        .map_err(|why| Error::new(ErrorKind::Exhausted, why.to_string()))?
+        .map_err(|why| ErrorKind::Exhausted.because(why.to_string()))?
     }
 
     /// Works like [`start`](Engine::start), but on this thread and with a library that is being
@@ -134,7 +134,7 @@ impl Engine {
             "Mooncake has no transport {} here: choose another with mooncake_protocol; kvx does not use another in its place",
             engine_options.protocol
         );
-        Err(Error::new(ErrorKind::Unavailable, why))
+        Err(ErrorKind::Unavailable.because(why))
     }
 
     /// Returns `None` if the engine does not have the requested transport.
@@ -190,7 +190,7 @@ impl Engine {
             (None, _) => {
                 let why = "this libtransfer_engine.so takes no list of devices: leave device_name out, and set \
                            MC_TE_FILTERS before the program starts";
-                return Err(Error::new(ErrorKind::Unsupported, why));
+                return Err(ErrorKind::Unsupported.because(why));
             }
         };
         let Some(handle) = NonNull::new(made) else {
@@ -199,7 +199,7 @@ impl Engine {
                 "Mooncake's engine did not start with metadata {} and host {}: {said}",
                 engine_options.metadata, engine_options.host
             );
-            return Err(Error::new(ErrorKind::Unavailable, why));
+            return Err(ErrorKind::Unavailable.because(why));
         };
         let mut engine = Engine {
             handle,
@@ -300,7 +300,7 @@ impl Engine {
         let Some(ports) = &self.data_ports else { return Ok(Some(BTreeSet::new())) };
         let why = "kvx cannot tell whether bytes of an ended process may still arrive: it keeps the region's memory";
         if ports.is_empty() {
-            return Err(Error::new(ErrorKind::StillShared, why));
+            return Err(ErrorKind::StillShared.because(why));
         }
         match incoming::from_ended_processes(ports) {
             Err(error) if error.raw_os_error().is_some_and(|code| SHORT_OF.contains(&code)) => {
@@ -345,10 +345,8 @@ impl Engine {
         // SAFETY: takes only a number.
         let batch = unsafe { (functions.allocateBatchID)(self.raw(), pieces.len()) };
         if batch == u64::MAX {
-            let why = Error::new(
-                ErrorKind::Exhausted,
-                "Mooncake's engine has no free slot for another batch",
-            );
+            let why = ErrorKind::Exhausted
+                .because("Mooncake's engine has no free slot for another batch");
             return Err(SubmitError { why, unstarted: true });
         }
         let mut requests: Vec<transfer_request> = pieces.iter().map(request).collect();
@@ -546,7 +544,7 @@ fn state(status: &transfer_status) -> TransferState {
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text).map_err(|_| {
-        Error::new(ErrorKind::Invalid, format!("{what} contains a NUL: {text:?}; remove it"))
+        ErrorKind::Invalid.because(format!("{what} contains a NUL: {text:?}; remove it"))
     })
 }
 

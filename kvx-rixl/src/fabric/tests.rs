@@ -196,8 +196,7 @@ fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
 
 #[test]
 fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
-    let may_continue =
-        |status, kind| NixlFabric::may_continue(status, &Error::new(kind, "refused"));
+    let may_continue = |status, kind| NixlFabric::may_continue(status, &kind.because("refused"));
     assert!(may_continue(Status::BACKEND, ErrorKind::Native));
     assert!(
         !may_continue(Status::BACKEND, ErrorKind::PeerLost),
@@ -216,8 +215,7 @@ fn found_out() {
     let failed = |near: &mut NixlFabric| {
         let locked = agent_lock.lock();
         let agent = locked.as_ref().expect("it is open");
-        near.attribute_error(agent, &name, Error::new(ErrorKind::Native, "a transfer failed"))
-            .kind()
+        near.attribute_error(agent, &name, ErrorKind::Native.because("a transfer failed")).kind()
     };
     let mut note_ended = |near: &mut NixlFabric| {
         until(near, |near, _| {
@@ -293,9 +291,7 @@ fn asked_after_the_blame(dropped: bool) -> bool {
         drop(far);
     }
     let end = Instant::now() + PATIENCE;
-    while near
-        .attribute_error(agent, &name, Error::new(ErrorKind::Native, "a transfer failed"))
-        .kind()
+    while near.attribute_error(agent, &name, ErrorKind::Native.because("a transfer failed")).kind()
         != ErrorKind::PeerLost
     {
         assert!(Instant::now() < end, "it is lost");
@@ -393,8 +389,7 @@ fn unasked() {
     let agent = locked.as_ref().expect("it is open");
     note_posted(Op::Write, &mut near, agent, &name, &ours, &theirs);
     assert_eq!(
-        near.attribute_error(agent, &name, Error::new(ErrorKind::Native, "a transfer failed"))
-            .kind(),
+        near.attribute_error(agent, &name, ErrorKind::Native.because("a transfer failed")).kind(),
         ErrorKind::Native
     );
     assert_eq!(near.flights.len(), 1, "no read waits for the write");

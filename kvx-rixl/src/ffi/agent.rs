@@ -6,7 +6,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, ErrorKind, Op, Result};
+use kvx_core::{ErrorKind, Op, Result};
 
 use super::bindings::{
     Functions, NIXL_CAPI_SUCCESS, NIXL_CAPI_THREAD_SYNC_NONE, NIXL_CAPI_XFER_OP_READ,
@@ -63,7 +63,7 @@ fn unreadable_home(home: Option<OsString>) -> String {
 
 fn c_string(what: &str, text: &str) -> Result<CString> {
     CString::new(text)
-        .map_err(|_| Error::new(ErrorKind::Invalid, format!("{what} {text:?} has a NUL byte")))
+        .map_err(|_| ErrorKind::Invalid.because(format!("{what} {text:?} has a NUL byte")))
 }
 
 impl NixlAgent {

@@ -9,7 +9,7 @@ use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{
     BoundPlan, ForeignRange, Link, LocalRegion, PeerSection, RemoteRegion, RemoteSpec, Ticket, Turn,
 };
-use kvx_core::{Capabilities, Error, ErrorKind, Result, TransferId};
+use kvx_core::{Capabilities, ErrorKind, Result, TransferId};
 
 use super::bytes::{Damage, Rewrite};
 use super::fault::Fault;
@@ -74,7 +74,7 @@ impl ChaosLink {
     fn skips(&self, plan: &Arc<BoundPlan>) -> Option<Result<()>> {
         let turn = self.state.posts.fetch_add(1, Ordering::Relaxed) + 1;
         let failed =
-            || Err(Error::new(ErrorKind::Exhausted, "chaos: this transfer was chosen to fail"));
+            || Err(ErrorKind::Exhausted.because("chaos: this transfer was chosen to fail"));
         match self.fault? {
             Fault::Drop => Some(Ok(())),
             Fault::Mix if turn.is_multiple_of(50) => Some(Ok(())),

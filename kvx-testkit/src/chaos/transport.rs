@@ -6,7 +6,7 @@ use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{
     Context, Factory, Link, LinkId, LocalRegion, PeerSection, RegionSpec, Ticket, Transport,
 };
-use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
+use kvx_core::{Capabilities, ErrorKind, Identity, Result};
 
 use super::events::ChaosEvents;
 use super::fault::Fault;
@@ -102,10 +102,7 @@ unsafe impl Transport for ChaosTransport {
 
     fn link(&self, id: LinkId, peer: PeerSection<'_>) -> Result<Arc<dyn Link>> {
         if self.fault == Some(Fault::NoLoopback) && *peer.identity == self.agent {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "chaos: an agent cannot link to itself",
-            ));
+            return Err(ErrorKind::Unsupported.because("chaos: an agent cannot link to itself"));
         }
         Ok(self.wrapped(self.inner.link(id, peer)?))
     }

@@ -72,7 +72,7 @@ impl Factory for Absent {
     }
 
     fn open(&self, _: Context) -> kvx_core::Result<Arc<dyn Transport>> {
-        Err(Error::new(ErrorKind::Unavailable, "opened although it is not available"))
+        Err(ErrorKind::Unavailable.because("opened although it is not available"))
     }
 }
 

@@ -81,7 +81,7 @@ impl Allocation {
         reader.end()?;
         if process != owner.number {
             let why = format!("the peer is process {}, and names {process}", owner.number);
-            return Err(Error::new(ErrorKind::PermissionDenied, why));
+            return Err(ErrorKind::PermissionDenied.because(why));
         }
         let path = format!("/proc/{process}/fd/{fd}");
         let gone = |cause| {
@@ -93,10 +93,8 @@ impl Allocation {
             rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(gone)?;
         let stat = rustix::fs::fstat(&file).map_err(gone)?;
         if stat.st_ino != inode {
-            return Err(Error::new(
-                ErrorKind::PeerLost,
-                format!("{path} is now another file: the memory was freed"),
-            ));
+            return Err(ErrorKind::PeerLost
+                .because(format!("{path} is now another file: the memory was freed")));
         }
         Self::map(file, usize::try_from(stat.st_size).unwrap_or(0))
     }

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvx_core::backend::{Hop, Unavailable};
-use kvx_core::{Completion, DeviceAccess, Error, ErrorKind, Memory, Result};
+use kvx_core::{Completion, DeviceAccess, ErrorKind, Memory, Result};
 
 use super::access::Device;
 
@@ -34,7 +34,7 @@ impl<D: DeviceAccess> Gpu<D> {
         devices: fn() -> Result<Vec<Arc<D>>, Unavailable>,
         allocate: fn(&Arc<D>, usize) -> Result<Memory>,
     ) -> Result<Self> {
-        let unavailable = |why: String| Error::new(ErrorKind::Unavailable, why);
+        let unavailable = |why: String| ErrorKind::Unavailable.because(why);
         let devices = devices().map_err(|why| unavailable(why.to_string()))?;
         let device =
             devices.into_iter().next().ok_or_else(|| unavailable("there is no device".into()))?;

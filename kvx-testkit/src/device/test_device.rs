@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kvx_core::backend::sync::{Condvar, Mutex, MutexGuard};
 use kvx_core::backend::{Direction, Hop, IpcHandle, LinkProcess, Piece, Ticket};
-use kvx_core::{DeviceAccess, DeviceId, Error, ErrorKind, Memory, MemoryKind, Result};
+use kvx_core::{DeviceAccess, DeviceId, ErrorKind, Memory, MemoryKind, Result};
 
 use super::access::Device;
 use super::allocation::{Allocation, FAR};
@@ -249,7 +249,7 @@ unsafe impl DeviceAccess for TestDevice {
         let (address, len) = (memory.address(), memory.len());
         let state = self.shared.lock();
         if let Some(why) = state.refusal[0] {
-            return Err(Error::new(ErrorKind::Unsupported, why));
+            return Err(ErrorKind::Unsupported.because(why));
         }
         let (base, allocation) = state.find(address, len)?;
         allocation.share(address - base)
@@ -263,21 +263,19 @@ unsafe impl DeviceAccess for TestDevice {
         len: usize,
     ) -> Result<Memory> {
         if let Some(why) = self.shared.lock().refusal[1] {
-            return Err(Error::new(ErrorKind::Unsupported, why));
+            return Err(ErrorKind::Unsupported.because(why));
         }
         if owner != self.id {
             let why = format!(
                 "test device {:?} does not reach {owner:?}: they have different numbers",
                 self.id
             );
-            return Err(Error::new(ErrorKind::Unsupported, why));
+            return Err(ErrorKind::Unsupported.because(why));
         }
         let allocation = Allocation::open(process, handle)?;
         if handle.offset.checked_add(len as u64).is_none_or(|end| end > allocation.len() as u64) {
-            return Err(Error::new(
-                ErrorKind::Malformed,
-                "a handle of the test device names more bytes than the allocation has",
-            ));
+            return Err(ErrorKind::Malformed
+                .because("a handle of the test device names more bytes than the allocation has"));
         }
         let address = allocation.address() + handle.offset;
         Ok(self.adopt(allocation, address, len, owner))
@@ -389,10 +387,8 @@ impl DeviceState {
                 .is_some_and(|end| end <= allocation.len() as u64)
         });
         found.map(|(base, allocation)| (*base, allocation)).ok_or_else(|| {
-            Error::new(
-                ErrorKind::OutOfBounds,
-                format!("{len} bytes at {address:#x} are not memory of the test device"),
-            )
+            ErrorKind::OutOfBounds
+                .because(format!("{len} bytes at {address:#x} are not memory of the test device"))
         })
     }
 }
@@ -400,10 +396,9 @@ impl DeviceState {
 impl PendingCopy {
     fn perform(&self, state: &DeviceState) -> Result<()> {
         if self.outcome == CopyOutcome::Fail {
-            return Err(Error::new(
-                ErrorKind::Native,
-                "the test device fails this copy: the test requested it",
-            ));
+            return Err(
+                ErrorKind::Native.because("the test device fails this copy: the test requested it")
+            );
         }
         match &self.work {
             CopyWork::Pieces(direction, pieces) => {

@@ -46,12 +46,12 @@ impl FarAgents {
 
     fn region(&self, number: usize) -> kvx_core::Result<&Region> {
         let region = self.regions.get(number).and_then(Option::as_ref);
-        region.ok_or_else(|| Error::new(ErrorKind::Invalid, "the far end has no such region"))
+        region.ok_or_else(|| ErrorKind::Invalid.because("the far end has no such region"))
     }
 
     fn peer(&self, number: usize) -> kvx_core::Result<&Peer> {
         let peer = self.peers.get(number).and_then(Option::as_ref);
-        peer.ok_or_else(|| Error::new(ErrorKind::Invalid, "the far end has no such peer"))
+        peer.ok_or_else(|| ErrorKind::Invalid.because("the far end has no such peer"))
     }
 
     pub(super) fn execute(&mut self, command: Command) -> Reply {

@@ -308,8 +308,7 @@ impl FarEnd {
     ) -> Result<kvx_core::Result<ReceivedNotification>, Failure> {
         let taken = self.notifications(Command::Take { agent, within }, within)?;
         Ok(taken.and_then(|mut one| {
-            one.pop()
-                .ok_or_else(|| Error::new(ErrorKind::Malformed, "no notification was returned"))
+            one.pop().ok_or_else(|| ErrorKind::Malformed.because("no notification was returned"))
         }))
     }
 

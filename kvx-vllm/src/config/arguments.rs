@@ -72,7 +72,7 @@ fn missing(name: &str) -> Error {
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(ErrorKind::Invalid, sentence)
+    ErrorKind::Invalid.because(sentence)
 }
 
 fn about(written: &str, error: &Error) -> Error {

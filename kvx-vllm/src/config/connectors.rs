@@ -4,7 +4,7 @@ use serde_json::{Map, Value};
 
 use super::surroundings::Surroundings;
 use kvx_core::backend::nearest;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// The connector that `kv_connector` names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,7 +55,7 @@ pub(super) fn find(
     module_path: Option<&str>,
     surroundings: &Surroundings,
 ) -> Result<ConnectorKind> {
-    let invalid = |sentence: String| Error::new(ErrorKind::Invalid, sentence);
+    let invalid = |sentence: String| ErrorKind::Invalid.because(sentence);
     let own = surroundings.connectors.contains(name);
     match module_path {
         Some("") => {
@@ -78,12 +78,9 @@ pub(super) fn find(
     let spoken = SPOKEN.iter().map(|(known, _)| *known);
     let list = spoken.clone().collect::<Vec<_>>().join(", ");
     if NOT_SPOKEN.contains(&name) {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "Unsupported connector type: kvx does not support vLLM's {name}; use one of {list}"
-            ),
-        ));
+        return Err(ErrorKind::Unsupported.because(format!(
+            "Unsupported connector type: kvx does not support vLLM's {name}; use one of {list}"
+        )));
     }
     let hint = nearest(name, spoken.chain(surroundings.connectors.iter().map(String::as_str)))
         .map_or_else(String::new, |near| format!("; did you mean {near}?"));
@@ -93,8 +90,7 @@ pub(super) fn find(
 /// Returns the children of a MultiConnector, as written.
 pub(super) fn children(extra: &Map<String, Value>) -> Result<Vec<&Map<String, Value>>> {
     let error = || {
-        Error::new(
-            ErrorKind::Invalid,
+        ErrorKind::Invalid.because(
             "kv_connector_extra_config.connectors must list the children of MultiConnector; write \
              [{\"kv_connector\": …, \
              \"kv_role\": …}, …]",

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::fields::{BufferDevice, LoadFailurePolicy};
 use crate::Version;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// The defaults of a version of vLLM.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -109,10 +109,7 @@ impl Version {
             let names = Version::ALL.map(Version::as_str);
             let hint = Version::hint(value);
             let known = names.map(|name| format!("\"{name}\"")).join(", ");
-            Error::new(
-                ErrorKind::Invalid,
-                format!("kv_compat is {value}; write the version of vLLM whose defaults apply: {known}{hint}"),
-            )
+            ErrorKind::Invalid.because(format!("kv_compat is {value}; write the version of vLLM whose defaults apply: {known}{hint}"))
         })
     }
 }

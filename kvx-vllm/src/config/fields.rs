@@ -145,11 +145,11 @@ fn not_one_of<'a>(key: &str, value: &Value, names: impl Iterator<Item = &'a str>
         .and_then(|text| nearest(text, names.clone()))
         .map_or_else(String::new, |near| format!("; did you mean {near}?"));
     let known = names.collect::<Vec<_>>().join(", ");
-    Error::new(ErrorKind::Invalid, format!("{key} is {value}; supported: {known}{hint}"))
+    ErrorKind::Invalid.because(format!("{key} is {value}; supported: {known}{hint}"))
 }
 
 pub(super) fn wrong(key: &str, value: &Value, wanted: &str) -> Error {
-    Error::new(ErrorKind::Invalid, format!("{key} is {value}; write {wanted}"))
+    ErrorKind::Invalid.because(format!("{key} is {value}; write {wanted}"))
 }
 
 /// Reads a string. A number is an error as in vLLM; the message says how to write it in a dotted

@@ -10,7 +10,7 @@ use super::human;
 use super::tables;
 use super::warning::{Concern, Warning};
 use crate::Version;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -232,7 +232,7 @@ fn check_depth(object: &Map<String, Value>) -> Result<()> {
     let sentence = format!(
         "the KV transfer configuration is nested more than {DEEPEST} deep; write flatter objects"
     );
-    Err(Error::new(ErrorKind::Invalid, sentence))
+    Err(ErrorKind::Invalid.because(sentence))
 }
 
 struct Merging<'a> {

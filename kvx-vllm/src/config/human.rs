@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Number, Value};
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// The reason why a text in the shape of a number is not a valid one.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,7 +124,7 @@ fn expand(text: &str) -> Result<String> {
         match suffixed(token).filter(|_| word) {
             Some(Ok(number)) => out.push_str(&number.to_string()),
             Some(Err(misfit)) => {
-                return Err(Error::new(ErrorKind::Invalid, explain(token, &misfit)));
+                return Err(ErrorKind::Invalid.because(explain(token, &misfit)));
             }
             None => out.push_str(token),
         }
@@ -158,7 +158,7 @@ pub(super) fn json(text: &str) -> Result<Value> {
         let reason = error.to_string();
         let reason = reason.rsplit_once(" at line ").map_or(reason.as_str(), |(reason, _)| reason);
         let near = near(&expanded, error.line(), error.column());
-        Error::new(ErrorKind::Invalid, format!("this is not JSON: {reason}, near `{near}`"))
+        ErrorKind::Invalid.because(format!("this is not JSON: {reason}, near `{near}`"))
     })
 }
 
@@ -175,12 +175,9 @@ fn near(text: &str, line: usize, column: usize) -> String {
 pub(super) fn object(text: &str) -> Result<Map<String, Value>> {
     match json(text)? {
         Value::Object(object) => Ok(object),
-        other => Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
+        other => Err(ErrorKind::Invalid.because(format!(
                 "the KV transfer configuration is {other}; write an object: {{\"kv_connector\": \"NixlConnector\", …}}"
-            ),
-        )),
+            ))),
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::defaults::PortRule;
 use super::transfer_config::KvTransferConfig;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// One worker of an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +98,7 @@ fn port(base: u16, rank: RankNumbers, rule: PortRule, variable: &str) -> Result<
     let RankNumbers { dp, tp, tp_size } = rank;
     if tp >= tp_size {
         let sentence = format!("tp rank {tp} of {tp_size} does not exist; ranks count from 0");
-        return Err(Error::new(ErrorKind::Invalid, sentence));
+        return Err(ErrorKind::Invalid.because(sentence));
     }
     if base == 0 {
         return Ok(0);
@@ -108,9 +108,8 @@ fn port(base: u16, rank: RankNumbers, rule: PortRule, variable: &str) -> Result<
         PortRule::PerWorker => u64::from(dp) * u64::from(tp_size) + u64::from(tp),
     };
     u16::try_from(u64::from(base) + offset).map_err(|_| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!("port {base} + {offset} for dp rank {dp}, tp rank {tp} is above 65535; lower {variable}"),
-        )
+        ErrorKind::Invalid.because(format!(
+            "port {base} + {offset} for dp rank {dp}, tp rank {tp} is above 65535; lower {variable}"
+        ))
     })
 }

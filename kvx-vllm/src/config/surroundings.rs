@@ -211,7 +211,7 @@ pub(super) fn nccl_hint(surroundings: &Surroundings, connector: &str) -> Option<
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(ErrorKind::Invalid, sentence)
+    ErrorKind::Invalid.because(sentence)
 }
 
 struct Variables<'a>(&'a BTreeMap<String, String>);

@@ -9,7 +9,7 @@ use super::fields;
 use super::warning::{Concern, Warning};
 use crate::Version;
 use kvx_core::backend::nearest;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// One of kvx's own tables in `kv_connector_extra_config`: a backend's options, under the backend's
 /// name.
@@ -207,7 +207,7 @@ fn factors_of<'a>(key: &str, value: &'a Value) -> Result<&'a Map<String, Value>>
         }
     }
     let wrong =
-        |wanted: &str| Error::new(ErrorKind::Invalid, format!("{key} is {value}; write {wanted}"));
+        |wanted: &str| ErrorKind::Invalid.because(format!("{key} is {value}; write {wanted}"));
     let Value::Object(object) = value else {
         return Err(wrong("an object of factors, {\"model\": …}"));
     };
@@ -240,7 +240,7 @@ fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
         let name = extra(table.name);
         let sentence =
             format!("{name} is {value}; write an object with keys of: {}", table.keys.join(", "));
-        return Err(Error::new(ErrorKind::Invalid, sentence));
+        return Err(ErrorKind::Invalid.because(sentence));
     };
     let Some(key) = object.keys().find(|key| !table.keys.contains(&key.as_str())) else {
         return Ok(());
@@ -252,10 +252,7 @@ fn check_table(table: &OptionTable, value: &Value) -> Result<()> {
         [] => format!("; the table {name} has no keys: remove it"),
         keys => format!("; known: {}", keys.join(", ")),
     };
-    Err(Error::new(
-        ErrorKind::Invalid,
-        format!("{}.{key} is not an option{hint}{known}", extra(name)),
-    ))
+    Err(ErrorKind::Invalid.because(format!("{}.{key} is not an option{hint}{known}", extra(name))))
 }
 
 /// Keys that affect security. A misspelt one is an error, since an operator would rely on it.
@@ -279,7 +276,7 @@ pub(super) fn names_table(name: &str) -> bool {
 /// Returns a warning for an unknown key, which is kept. Tables under another name of a backend and
 /// misspelt security keys are errors.
 fn unknown(key: &str, value: &Value) -> Result<Warning> {
-    let refused = |sentence: String| Err(Error::new(ErrorKind::Invalid, sentence));
+    let refused = |sentence: String| Err(ErrorKind::Invalid.because(sentence));
     if let Some(table) = table_called(key).filter(|_| value.is_object()) {
         return refused(format!("{} is not a table; write {}", extra(key), extra(table.name)));
     }
@@ -472,7 +469,7 @@ pub(super) fn backends(object: &Map<String, Value>) -> Result<Option<Vec<String>
             "{} is {value}: it names no backend; remove the key for the default order, or write [\"TCP\"]",
             extra("backends")
         );
-        return Err(Error::new(ErrorKind::Invalid, sentence));
+        return Err(ErrorKind::Invalid.because(sentence));
     }
     Ok(Some(names))
 }

@@ -555,7 +555,7 @@ impl KvTransferConfig {
 }
 
 fn invalid(sentence: String) -> Error {
-    Error::new(ErrorKind::Invalid, sentence)
+    ErrorKind::Invalid.because(sentence)
 }
 
 fn check_names(object: &Map<String, Value>) -> Result<()> {

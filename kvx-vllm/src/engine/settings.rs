@@ -144,22 +144,18 @@ impl SideChannels {
         };
         match u32::from(base.port).checked_add(offset).and_then(|port| u16::try_from(port).ok()) {
             Some(port) => Ok(Address { host: base.host.clone(), port }),
-            None => Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "the side channel of rank {} would be port {} + {offset}, above 65535; lower \
-                     VLLM_NIXL_SIDE_CHANNEL_PORT there",
-                    rank.tp, base.port
-                ),
-            )),
+            None => Err(ErrorKind::Invalid.because(format!(
+                "the side channel of rank {} would be port {} + {offset}, above 65535; lower \
+                 VLLM_NIXL_SIDE_CHANNEL_PORT there",
+                rank.tp, base.port
+            ))),
         }
     }
 }
 
 /// Returns the error for a `MultiConnector`.
 pub(super) fn multi() -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
+    ErrorKind::Unsupported.because(
         "MultiConnector is not supported: an engine has one connector. Configure the child that \
          moves blocks between engines (NixlConnector, NixlPushConnector or MooncakeConnector) \
          as kv_connector, with its own kv_role and kv_connector_extra_config; to serve decodes \
@@ -219,16 +215,12 @@ impl Settings {
             None | Some(ConnectorKind::NixlPull) => TransferMode::Pull,
             Some(ConnectorKind::NixlPush) if version.leases() => TransferMode::Push,
             Some(ConnectorKind::NixlPush) => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!(
-                        "{version} has no NixlPushConnector; use NixlConnector or another kv_compat"
-                    ),
-                ));
+                return Err(ErrorKind::Unsupported.because(format!(
+                    "{version} has no NixlPushConnector; use NixlConnector or another kv_compat"
+                )));
             }
             Some(ConnectorKind::Mooncake) => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
+                return Err(ErrorKind::Unsupported.because(
                     "MooncakeConnector does not speak NixlConnector's protocol; configure \
                      NixlConnector or NixlPushConnector, or use Settings::of_mooncake",
                 ));
@@ -237,13 +229,10 @@ impl Settings {
                 return Err(multi());
             }
             Some(ConnectorKind::Own(name)) => {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!(
-                        "{name} is not a connector of kvx; configure NixlConnector, \
-                         NixlPushConnector or MooncakeConnector"
-                    ),
-                ));
+                return Err(ErrorKind::Unsupported.because(format!(
+                    "{name} is not a connector of kvx; configure NixlConnector, NixlPushConnector \
+                     or MooncakeConnector"
+                )));
             }
         };
         Ok(Settings {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::step::{
     MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request,
@@ -381,19 +381,16 @@ fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> 
     let bytes = writer.into_bytes();
     match bytes.len() <= MAX_MESSAGE {
         true => Ok(bytes),
-        false => Err(Error::new(
-            ErrorKind::Exhausted,
-            format!(
+        false => Err(ErrorKind::Exhausted.because(format!(
                 "a message of {} bytes between an engine and its rank exceeds the limit of {MAX_MESSAGE}",
                 bytes.len()
-            ),
-        )),
+            ))),
     }
 }
 
 fn parts<'a>(what: &str, bytes: &'a [u8]) -> Result<(u8, &'a [u8])> {
     match bytes.split_first() {
         Some((kind, body)) => Ok((*kind, body)),
-        None => Err(Error::new(ErrorKind::Malformed, format!("malformed {what}: it is empty"))),
+        None => Err(ErrorKind::Malformed.because(format!("malformed {what}: it is empty"))),
     }
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::engine::{
     Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, EngineId, FailedLoad,
@@ -192,7 +192,7 @@ fn bounded(what: &str, writer: MsgpackWriter) -> Result<Vec<u8>> {
         "{what} has {} bytes, which exceeds the limit of {MAX_STEP} for a rank in another process",
         bytes.len()
     );
-    Err(Error::new(ErrorKind::Exhausted, sentence))
+    Err(ErrorKind::Exhausted.because(sentence))
 }
 
 /// Reads the head of a record: an array of exactly `items` items.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::caches::Caches;
 use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup, malformed, shown};
@@ -34,10 +34,8 @@ impl Geometry {
             ""
         };
         if !fault.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("the peer has {fault}, which kvx cannot transfer"),
-            ));
+            return Err(ErrorKind::Unsupported
+                .because(format!("the peer has {fault}, which kvx cannot transfer")));
         }
         let mut regions = Vec::with_capacity(metadata.regions());
         for (at, base) in metadata.kv_caches_base_addr.iter().enumerate() {
@@ -141,10 +139,9 @@ fn check_words(geometry: &Geometry, version: Version) -> Result<()> {
     ];
     match needs.into_iter().find(|(needed, since, _)| *needed && !version.speaks(*since)) {
         None => Ok(()),
-        Some((_, since, what)) => Err(Error::new(
-            ErrorKind::Incompatible,
-            format!("the metadata of {version} cannot describe {what}; use {since} or later"),
-        )),
+        Some((_, since, what)) => Err(ErrorKind::Incompatible.because(format!(
+            "the metadata of {version} cannot describe {what}; use {since} or later"
+        ))),
     }
 }
 

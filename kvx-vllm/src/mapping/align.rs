@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvx_core::{Error, ErrorKind, Indices, Result};
+use kvx_core::{ErrorKind, Indices, Result};
 
 /// The most units in a logical block. Index arithmetic relies on it.
 const MAX_UNITS: u32 = 65_536;
@@ -53,13 +53,10 @@ impl Units {
     pub fn new(consumer: u32, producer: u32, tokens: u32) -> Result<Self> {
         let known = 1..=MAX_UNITS;
         if !known.contains(&consumer) || !known.contains(&producer) || tokens == 0 {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            return Err(ErrorKind::Invalid.because(format!(
                     "blocks of {consumer} and {producer} units of {tokens} tokens: a block has 1 to {MAX_UNITS} units, \
                      a unit at least 1 token"
-                ),
-            ));
+                )));
         }
         Ok(Units { consumer, producer, tokens })
     }
@@ -99,13 +96,10 @@ impl Units {
         let (own, theirs) = (i64::from(self.consumer), i64::from(self.producer));
         let (listed, offered) = (len(consumer)?, len(producer)?);
         let too_short = || {
-            Error::new(
-                ErrorKind::OutOfBounds,
-                format!(
+            ErrorKind::OutOfBounds.because(format!(
                     "{consumer} blocks to fill, but the producer's list of {producer} does not reach that far \
                      (units per block: {own} and {theirs})"
-                ),
-            )
+                ))
         };
         let (producer_end, wanted_end) = match tokens {
             None => (offered * theirs, offered * theirs),
@@ -113,13 +107,10 @@ impl Units {
                 (self.end_of(tokens.producer), self.end_of(tokens.wanted))
             }
             Some(tokens) => {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    format!(
-                        "{} tokens wanted, but the producer has {}",
-                        tokens.wanted, tokens.producer
-                    ),
-                ));
+                return Err(ErrorKind::Invalid.because(format!(
+                    "{} tokens wanted, but the producer has {}",
+                    tokens.wanted, tokens.producer
+                )));
             }
         };
         // A list that is longer than its tokens has spare blocks at its end, not at its front.
@@ -177,10 +168,10 @@ impl Aligned {
 pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
     let available = list.len() as u64 * u64::from(each);
     if part.start > part.end || part.end > available {
-        return Err(Error::new(
-            ErrorKind::OutOfBounds,
-            format!("units {} to {} are outside a list of {available}", part.start, part.end),
-        ));
+        return Err(ErrorKind::OutOfBounds.because(format!(
+            "units {} to {} are outside a list of {available}",
+            part.start, part.end
+        )));
     }
     if each == 1 {
         return Ok(list.slice(part.start as usize..part.end as usize));
@@ -188,12 +179,9 @@ pub fn expand(list: &Indices, each: u32, part: Range<u64>) -> Result<Indices> {
     if let Some(max) = list.max()
         && (u64::from(max) + 1) * u64::from(each) > u64::from(u32::MAX)
     {
-        return Err(Error::new(
-            ErrorKind::OutOfBounds,
-            format!(
-                "block {max} splits into {each} smaller ones whose indices do not fit into 32 bits"
-            ),
-        ));
+        return Err(ErrorKind::OutOfBounds.because(format!(
+            "block {max} splits into {each} smaller ones whose indices do not fit into 32 bits"
+        )));
     }
     let mut expanded = Vec::with_capacity((part.end - part.start) as usize);
     let mut at = part.start;
@@ -215,10 +203,7 @@ pub fn window_blocks(window: u32, block_tokens: u32) -> u32 {
 
 fn len(list: usize) -> Result<i64> {
     u32::try_from(list).map(i64::from).map_err(|_| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!("a list of {list} blocks exceeds the limit of 2^32-1"),
-        )
+        ErrorKind::Invalid.because(format!("a list of {list} blocks exceeds the limit of 2^32-1"))
     })
 }
 

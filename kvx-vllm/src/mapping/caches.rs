@@ -192,5 +192,5 @@ fn share(region: &mut KvRegion, heads: Heads, other: KvRegion, others_heads: Hea
 }
 
 fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(ErrorKind::Invalid, sentence)
+    ErrorKind::Invalid.because(sentence)
 }

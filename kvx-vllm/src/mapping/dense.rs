@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::permute::BlockShape;
 
@@ -129,13 +129,10 @@ fn runs(
         && (dense.tokens <= 1 || dense.token_stride >= dense.row)
         && heads.checked_mul(block_tokens).and_then(|all| all.checked_mul(content)) == Some(block);
     if !fits {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
+        return Err(ErrorKind::Invalid.because(format!(
                 "tokens {tokens:?} of a tensor of {tensor} bytes, {dense:?}, do not fit a block of {block} \
                  bytes, {rows:?}"
-            ),
-        ));
+            )));
     }
     let (head_step, token_step) = if rows.heads_before_tokens {
         (block_tokens * content, content)

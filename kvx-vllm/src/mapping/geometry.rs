@@ -299,7 +299,7 @@ impl Geometry {
 }
 
 pub(super) fn malformed(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(ErrorKind::Malformed, sentence)
+    ErrorKind::Malformed.because(sentence)
 }
 
 /// Cuts a peer's text to a length that fits into an error message.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::geometry::{malformed, shown};
 
@@ -142,12 +142,9 @@ impl LayoutMatch {
             (true, false, _) => "set enable_permute_local_kv, or give both sides the same layout",
             (false, ..) => "only LBHNC can be received into LBNHC: give both sides the same layout",
         };
-        Err(Error::new(
-            ErrorKind::Incompatible,
-            format!(
+        Err(ErrorKind::Incompatible.because(format!(
                 "the KV cache layouts differ: {consumer} at the consumer, {producer} at the producer; {why}"
-            ),
-        ))
+            )))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The bytes that one rank of a Mooncake producer writes into one rank of a consumer.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::ranks::{Heads, Tp};
 
@@ -46,16 +46,13 @@ impl SenderPair {
         let (p, d) = (self.producer, self.consumer);
         let paired = super::ranks::reader_ranks(p, d.size())?;
         if !paired.contains(&d.rank()) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "producer rank {} of {} does not write to consumer rank {} of {}",
-                    p.rank(),
-                    p.size(),
-                    d.rank(),
-                    d.size()
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "producer rank {} of {} does not write to consumer rank {} of {}",
+                p.rank(),
+                p.size(),
+                d.rank(),
+                d.size()
+            )));
         }
         let whole = |sends| SenderPlan {
             sends,
@@ -91,7 +88,7 @@ impl SenderPair {
     /// heads.
     fn by_head(&self, heads: u32) -> Result<SenderPlan> {
         if heads == 0 {
-            return Err(Error::new(ErrorKind::Invalid, "a cache needs at least one KV head"));
+            return Err(ErrorKind::Invalid.because("a cache needs at least one KV head"));
         }
         let (p, d) = (self.producer, self.consumer);
         let own = Heads::first(heads, p.rank(), p.size());
@@ -115,25 +112,20 @@ impl SenderPair {
         {
             return Ok(plan);
         }
-        Err(Error::new(
-            ErrorKind::Incompatible,
-            format!(
-                "{} bytes at offset {} of a block of {} do not fit at offset {} of a block of {}",
-                plan.len,
-                plan.source_offset,
-                self.producer_len,
-                plan.destination_offset,
-                self.consumer_len
-            ),
-        ))
+        Err(ErrorKind::Incompatible.because(format!(
+            "{} bytes at offset {} of a block of {} do not fit at offset {} of a block of {}",
+            plan.len,
+            plan.source_offset,
+            self.producer_len,
+            plan.destination_offset,
+            self.consumer_len
+        )))
     }
 }
 
 fn piece(number: u32, len: u64) -> Result<u64> {
     u64::from(number).checked_mul(len).ok_or_else(|| {
-        Error::new(
-            ErrorKind::Incompatible,
-            format!("piece {number} of {len} bytes is beyond any block"),
-        )
+        ErrorKind::Incompatible
+            .because(format!("piece {number} of {len} bytes is beyond any block"))
     })
 }

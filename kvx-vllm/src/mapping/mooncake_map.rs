@@ -239,10 +239,7 @@ pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
     told.forget_layout();
     for region in local.geometry().regions() {
         let RegionGroup::Of(group) = region.group else {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "layers of several KV cache groups share memory: kvx's MooncakeConnector does not support that",
-            ));
+            return Err(ErrorKind::Unsupported.because("layers of several KV cache groups share memory: kvx's MooncakeConnector does not support that"));
         };
         told.kv_caches_base_addr.push(region.base);
         told.block_lens.push(region.block_stride);
@@ -263,9 +260,9 @@ fn number_of_layer(name: &str) -> i64 {
 }
 
 fn incompatible(sentence: String) -> Error {
-    Error::new(ErrorKind::Incompatible, sentence)
+    ErrorKind::Incompatible.because(sentence)
 }
 
 fn malformed(why: String) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed layout of a decode worker: {why}"))
+    ErrorKind::Malformed.because(format!("malformed layout of a decode worker: {why}"))
 }

@@ -129,12 +129,9 @@ impl SideLists {
         ];
         match beyond.into_iter().find(|(_, max, count)| max >= count) {
             None => Ok(()),
-            Some((side, max, count)) => Err(Error::new(
-                ErrorKind::OutOfBounds,
-                format!(
-                    "KV cache group {group}: {side} block {max} is outside regions of {count} blocks"
-                ),
-            )),
+            Some((side, max, count)) => Err(ErrorKind::OutOfBounds.because(format!(
+                "KV cache group {group}: {side} block {max} is outside regions of {count} blocks"
+            ))),
         }
     }
 }
@@ -158,14 +155,11 @@ impl PeerMap {
         let groups = self.clips.len();
         let nothing = lists.local.iter().all(Indices::is_empty);
         if !nothing && (lists.local.len() != groups || lists.remote.len() != groups) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            return Err(ErrorKind::Invalid.because(format!(
                     "block lists for {} local and {} remote KV cache groups, but the model has {groups}",
                     lists.local.len(),
                     lists.remote.len()
-                ),
-            ));
+                )));
         }
         let mut moves = Moves::default();
         let mut grouped = Vec::with_capacity(groups);
@@ -208,15 +202,12 @@ impl PeerMap {
         remote: &Indices,
     ) -> Result<Vec<Pairing>> {
         let Some(peer) = self.sources.get(source).filter(|_| local.len() == remote.len()) else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "cannot pair {} local with {} remote units of source {source} of {}",
-                    local.len(),
-                    remote.len(),
-                    self.sources.len()
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "cannot pair {} local with {} remote units of source {source} of {}",
+                local.len(),
+                remote.len(),
+                self.sources.len()
+            )));
         };
         let (consumer, producer) = match self.op {
             Op::Read => (local.clone(), remote.clone()),

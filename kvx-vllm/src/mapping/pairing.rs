@@ -135,5 +135,5 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
 }
 
 fn incompatible(sentence: String) -> Error {
-    Error::new(ErrorKind::Incompatible, sentence)
+    ErrorKind::Incompatible.because(sentence)
 }

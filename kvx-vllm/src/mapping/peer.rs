@@ -341,13 +341,13 @@ fn finishing(
 }
 
 pub(super) fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(ErrorKind::Invalid, sentence)
+    ErrorKind::Invalid.because(sentence)
 }
 
 pub(super) fn incompatible(sentence: String) -> Error {
-    Error::new(ErrorKind::Incompatible, sentence)
+    ErrorKind::Incompatible.because(sentence)
 }
 
 fn unsupported(sentence: String) -> Error {
-    Error::new(ErrorKind::Unsupported, sentence)
+    ErrorKind::Unsupported.because(sentence)
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::geometry::RegionGroup;
 use super::layout::LayoutMatch;
@@ -39,14 +39,11 @@ pub fn permute_axes(
         && order.len() == shape.len()
         && order.iter().all(|at| *at < shape.len() && !std::mem::replace(&mut seen[*at], true));
     if !permutes || bytes != Some(input.len()) || input.len() != output.len() {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
+        return Err(ErrorKind::Invalid.because(format!(
                 "cannot permute {} bytes of shape {shape:?} and element size {element} in the order {order:?} into {} bytes",
                 input.len(),
                 output.len()
-            ),
-        ));
+            )));
     }
     if input.is_empty() {
         return Ok(());
@@ -101,10 +98,9 @@ impl BlockShape {
             Some(rows) if rows > 0 && len.is_multiple_of(rows) => {
                 Ok(BlockShape { heads, tokens, content: len / rows })
             }
-            _ => Err(Error::new(
-                ErrorKind::Invalid,
-                format!("a block of {len} bytes is not {heads} heads of {tokens} tokens"),
-            )),
+            _ => Err(ErrorKind::Invalid.because(format!(
+                "a block of {len} bytes is not {heads} heads of {tokens} tokens"
+            ))),
         }
     }
 }
@@ -113,10 +109,8 @@ fn sub_block_tokens(shape: BlockShape, ratio: usize) -> Result<usize> {
     if ratio > 0 && shape.tokens.is_multiple_of(ratio) {
         return Ok(shape.tokens / ratio);
     }
-    Err(Error::new(
-        ErrorKind::Invalid,
-        format!("{} tokens cannot be divided into {ratio} blocks", shape.tokens),
-    ))
+    Err(ErrorKind::Invalid
+        .because(format!("{} tokens cannot be divided into {ratio} blocks", shape.tokens)))
 }
 
 /// The work of a consumer on filled blocks: it reorders them, and clears parts that were not
@@ -167,25 +161,22 @@ impl Finishing {
         let shape = self.shapes.get(region as usize).copied();
         let part_len = shape.map(|shape| shape.heads * shape.tokens * shape.content);
         let (Some(shape), Some(part_len)) = (shape, part_len) else {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("region {region} does not exist: there are {}", self.shapes.len()),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "region {region} does not exist: there are {}",
+                self.shapes.len()
+            )));
         };
         if block.len() != part_len * self.parts
             || filled.end > self.ratio
             || filled.start > filled.end
         {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            return Err(ErrorKind::Invalid.because(format!(
                     "a block of {} bytes with sub-blocks {filled:?} filled, but blocks have {} bytes in {} \
                      sub-blocks",
                     block.len(),
                     part_len * self.parts,
                     self.ratio
-                ),
-            ));
+                )));
         }
         let ratio = self.ratio as usize;
         let tokens = sub_block_tokens(shape, ratio)?;

@@ -226,7 +226,7 @@ fn divides(what: &str, own: u32, theirs: u32) -> Result<()> {
 }
 
 fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    Error::new(ErrorKind::Invalid, sentence)
+    ErrorKind::Invalid.because(sentence)
 }
 
 #[cfg(test)]

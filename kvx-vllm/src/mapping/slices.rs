@@ -43,13 +43,10 @@ impl RegionPair {
             ratio,
         )?;
         if self.heads.per_rank(own_size) != self.heads.per_rank(their_size) && !self.contiguous {
-            return Err(Error::new(
-                ErrorKind::Incompatible,
-                format!(
+            return Err(ErrorKind::Incompatible.because(format!(
                     "{own_size} and {their_size} ranks divide its blocks by heads, which only a layout with heads \
                      before tokens allows: use LBHNC"
-                ),
-            ));
+                )));
         }
         let sources = mapping.attention_sources();
         let Some(slot) = sources.iter().position(|rank| *rank == source) else {
@@ -102,12 +99,9 @@ impl RegionPair {
     }
 
     fn outside(&self, sentence: &str) -> Error {
-        Error::new(
-            ErrorKind::OutOfBounds,
-            format!(
-                "{sentence} (blocks of {} and {} bytes)",
-                self.consumer.length, self.producer.length
-            ),
-        )
+        ErrorKind::OutOfBounds.because(format!(
+            "{sentence} (blocks of {} and {} bytes)",
+            self.consumer.length, self.producer.length
+        ))
     }
 }

@@ -39,6 +39,6 @@ impl std::error::Error for ParamsError {}
 #[cfg(feature = "protocol")]
 impl From<ParamsError> for kvx_core::Error {
     fn from(error: ParamsError) -> Self {
-        kvx_core::Error::new(kvx_core::ErrorKind::Invalid, error.sentence)
+        kvx_core::ErrorKind::Invalid.because(error.sentence)
     }
 }

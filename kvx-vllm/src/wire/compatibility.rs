@@ -4,7 +4,7 @@
 use std::fmt;
 
 use crate::config::{ConnectorKind, KvTransferConfig};
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 
@@ -151,10 +151,9 @@ impl CompatibilityFactors {
     /// A further factor with a fractional number: Python formats those differently.
     pub fn json(&self) -> Result<String> {
         python_json::text(&Value::Object(self.map())).map_err(|key| {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("the factor {key} holds a fraction, which cannot be hashed as Python does"),
-            )
+            ErrorKind::Invalid.because(format!(
+                "the factor {key} holds a fraction, which cannot be hashed as Python does"
+            ))
         })
     }
 

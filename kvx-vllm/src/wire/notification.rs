@@ -67,10 +67,7 @@ impl EngineNotification {
     pub fn heartbeat<T: Into<String>>(request_ids: impl IntoIterator<Item = T>) -> Result<Self> {
         let request_ids: Vec<String> = request_ids.into_iter().map(Into::into).collect();
         if request_ids.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                "a heartbeat needs at least one request id",
-            ));
+            return Err(ErrorKind::Invalid.because("a heartbeat needs at least one request id"));
         }
         match request_ids.iter().find(|id| id.is_empty() || id.contains(',')) {
             Some(id) => {
@@ -136,7 +133,7 @@ impl EngineNotification {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let malformed = |why: &str| {
             let shown = bytes[..bytes.len().min(64)].escape_ascii();
-            Error::new(ErrorKind::Malformed, format!("malformed notification: {why}: {shown}"))
+            ErrorKind::Malformed.because(format!("malformed notification: {why}: {shown}"))
         };
         if bytes.len() > Self::MAX_LEN {
             return Err(malformed("it is too long"));
@@ -171,8 +168,6 @@ fn checked(request_id: &str) -> Result<()> {
 }
 
 fn invalid(request_id: &str, why: &str) -> Error {
-    Error::new(
-        ErrorKind::Invalid,
-        format!("cannot send a notification for request id {request_id:?}: {why}"),
-    )
+    ErrorKind::Invalid
+        .because(format!("cannot send a notification for request id {request_id:?}: {why}"))
 }

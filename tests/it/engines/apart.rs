@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx::connector::{Connector, Rank, WorkerRank};
-use kvx::{Error, ErrorKind, Result};
+use kvx::{ErrorKind, Result};
 use kvx_testkit::{Child, Failure};
 use serde::{Deserialize, Serialize};
 
@@ -94,7 +94,7 @@ pub(crate) fn run(setup: &str) -> ! {
         checking::serve(Arc::clone(&memory), answers);
         joined.register(memory.caches()?, [memory.memory.clone()])?;
         joined.ended_blocking(LIFE).unwrap_or_else(|| {
-            Err(Error::new(ErrorKind::TimedOut, "the engine outlived the longest test"))
+            Err(ErrorKind::TimedOut.because("the engine outlived the longest test"))
         })
     };
     match live() {

@@ -183,7 +183,7 @@ impl From<LoadError> for Failed {
 }
 
 pub(crate) fn refused(why: impl ToString) -> Error {
-    Error::new(ErrorKind::Invalid, why.to_string())
+    ErrorKind::Invalid.because(why.to_string())
 }
 
 fn parsed(params: &Value) -> Result<TransferParams> {
@@ -283,10 +283,8 @@ impl Engine {
         let count = tokens.div_ceil(self.shape.logical()) as usize;
         match self.free.len().checked_sub(count) {
             Some(rest) => Ok(self.free.split_off(rest)),
-            None => Err(Error::new(
-                ErrorKind::Exhausted,
-                format!("{count} blocks, {} are free", self.free.len()),
-            )),
+            None => Err(ErrorKind::Exhausted
+                .because(format!("{count} blocks, {} are free", self.free.len()))),
         }
     }
 
@@ -463,25 +461,23 @@ impl Engine {
             .sum::<Result<u64>>()?;
         match wrong {
             0 => Ok(()),
-            _ => Err(Error::new(
-                ErrorKind::Malformed,
-                format!("{wrong} rows that count as loaded have wrong bytes"),
-            )),
+            _ => Err(ErrorKind::Malformed
+                .because(format!("{wrong} rows that count as loaded have wrong bytes"))),
         }
     }
 
     fn outcome(&mut self, request: &str, patience: Duration) -> Result<Answer> {
         let load = self.loads.remove(request);
         let Load { fetch, begun, prompt, blocks, cached, tokens } =
-            load.ok_or_else(|| Error::new(ErrorKind::Invalid, format!("no load {request}")))?;
+            load.ok_or_else(|| ErrorKind::Invalid.because(format!("no load {request}")))?;
         let ended = match fetch {
             Some(fetch) => fetch.wait_blocking(patience).ok().map(|end| end.map_err(Failed::from)),
             None => self.queue.end(&self.connector, &request.into(), patience),
         };
         let took = begun.elapsed();
-        match ended.ok_or_else(|| {
-            Error::new(ErrorKind::TimedOut, format!("no outcome within {patience:?}"))
-        })? {
+        match ended
+            .ok_or_else(|| ErrorKind::TimedOut.because(format!("no outcome within {patience:?}")))?
+        {
             Ok(loaded) => {
                 let checked = self.check(prompt, &blocks, loaded.tokens.end.min(tokens));
                 self.free.extend(blocks);

@@ -1,6 +1,6 @@
 //! The engine of a rank that runs in a process of its own.
 
-use kvx_core::{Deadline, Error, ErrorKind, Result};
+use kvx_core::{Deadline, ErrorKind, Result};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::watch;
 use tokio::time::timeout;
@@ -57,8 +57,7 @@ impl ReleaseConfirmation {
         match timeout(deadline.left(), self.knows.wait_for(|knows| *knows >= self.number)).await {
             // If the sender is gone with the process, no confirmation is needed.
             Ok(_) => Ok(()),
-            Err(_) => Err(Error::new(
-                ErrorKind::TimedOut,
+            Err(_) => Err(ErrorKind::TimedOut.because(
                 "the caches are given back, but the engine did not confirm it by the deadline: \
                  only this rank refuses peers so far",
             )),

@@ -123,10 +123,8 @@ fn join(
     let started = on_its_own(move |started| run(engine, rank, registry, deadline, started))?;
     let limit = deadline.left().saturating_add(LAST_WORD);
     started.wait(limit.into()).unwrap_or_else(|| {
-        Err(Error::new(
-            ErrorKind::TimedOut,
-            "the thread of this rank got no CPU time before the deadline",
-        ))
+        Err(ErrorKind::TimedOut
+            .because("the thread of this rank got no CPU time before the deadline"))
     })
 }
 
@@ -172,7 +170,7 @@ impl JoinedRank {
         if shared.registered(self.rank).is_some() {
             let why =
                 "this rank has registered its caches: give them back first (JoinedRank::give_back)";
-            return Err(Error::new(ErrorKind::Invalid, why));
+            return Err(ErrorKind::Invalid.because(why));
         }
         let pool = PoolBlocks::of(caches.geometry());
         let words = (pool.most() as usize + 1) * WORD as usize;
@@ -180,10 +178,8 @@ impl JoinedRank {
         let words = || match sent {
             Some(SentGenerations::File(file)) => Ok(Arc::new(Memory::adopt_file(file, words)?)),
             Some(SentGenerations::Own(memory)) if memory.len() >= words => Ok(memory),
-            _ => Err(Error::new(
-                ErrorKind::Malformed,
-                "the engine has sent no generation counters for these caches",
-            )),
+            _ => Err(ErrorKind::Malformed
+                .because("the engine has sent no generation counters for these caches")),
         };
         let memory = memory.into_iter().map(Into::into).collect();
         let agent = shared.state.lock().ranks.get(self.rank).and_then(|held| held.agent.clone());
@@ -268,17 +264,15 @@ impl EngineChannel {
         drop(self.answer.take()); // the answer to an abandoned question
         ask()?;
         self.answer.wait(PATIENCE.into()).unwrap_or_else(|| {
-            let late = Error::new(
-                ErrorKind::TimedOut,
-                format!("the engine has not answered within {PATIENCE:?}: join again"),
-            );
+            let late = ErrorKind::TimedOut
+                .because(format!("the engine has not answered within {PATIENCE:?}: join again"));
             self.gone.set(late.clone()).ok();
             Err(late)
         })
     }
 
     fn lost(&self) -> Error {
-        let ended = || Error::new(ErrorKind::Closed, "this rank has left its engine: join again");
+        let ended = || ErrorKind::Closed.because("this rank has left its engine: join again");
         self.gone.get().cloned().unwrap_or_else(ended)
     }
 }
@@ -292,13 +286,10 @@ async fn run(
 ) {
     let entered = match timeout_at(until(deadline).into(), enter(&engine, rank)).await {
         Ok(entered) => entered,
-        Err(_) => Err(Error::new(
-            ErrorKind::TimedOut,
-            format!(
-                "no engine accepted this rank at {engine} in time: check that the engine runs and \
-                 listens there (Connector::group, group_over_tcp)"
-            ),
-        )),
+        Err(_) => Err(ErrorKind::TimedOut.because(format!(
+            "no engine accepted this rank at {engine} in time: check that the engine runs and \
+             listens there (Connector::group, group_over_tcp)"
+        ))),
     };
     let set_up = entered.and_then(|(outgoing, incoming, told)| {
         let own = incoming.own_address();
@@ -349,17 +340,12 @@ async fn enter(
     outgoing.send(&hello.encode()?, None).await.ok(); // the answer says why it was refused
     match incoming.next().await?.map(|bytes| ToRank::decode(&bytes)).transpose()? {
         Some(ToRank::Welcome(told)) => Ok((outgoing, incoming, told)),
-        Some(ToRank::Refused(why)) => Err(Error::new(
-            ErrorKind::PermissionDenied,
-            format!("the engine refused this rank: {why}"),
-        )),
-        Some(_) => {
-            Err(Error::new(ErrorKind::Malformed, "the engine's first message is not a welcome"))
+        Some(ToRank::Refused(why)) => {
+            Err(ErrorKind::PermissionDenied.because(format!("the engine refused this rank: {why}")))
         }
-        None => Err(Error::new(
-            ErrorKind::PeerLost,
-            "the engine closed the connection before it accepted this rank",
-        )),
+        Some(_) => Err(ErrorKind::Malformed.because("the engine's first message is not a welcome")),
+        None => Err(ErrorKind::PeerLost
+            .because("the engine closed the connection before it accepted this rank")),
     }
 }
 
@@ -377,10 +363,8 @@ impl EngineAddress {
                 let socket = socket.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))?;
                 let proven = timeout(PATIENCE, prove_as_rank(socket, secret)).await;
                 let late = || {
-                    Error::new(
-                        ErrorKind::TimedOut,
-                        format!("{address} did not authenticate within {PATIENCE:?}"),
-                    )
+                    ErrorKind::TimedOut
+                        .because(format!("{address} did not authenticate within {PATIENCE:?}"))
                 };
                 Ok(proven.unwrap_or_else(|_| Err(late())))
             }
@@ -415,7 +399,7 @@ async fn obey(
             Ok(Some(bytes)) => ToRank::decode(&bytes),
             Ok(None) => {
                 let why = "the engine's process is gone, or the engine has given this rank up";
-                break Error::new(ErrorKind::PeerLost, why);
+                break ErrorKind::PeerLost.because(why);
             }
             Err(error) => break error,
         };
@@ -442,10 +426,8 @@ async fn obey(
             Ok(ToRank::Taken) => link.answer.set(Ok(None)),
             Ok(ToRank::GivenBack) => shared.state.lock().head.iter().for_each(HeadHandle::confirm),
             Ok(ToRank::Refused(why)) => {
-                break Error::new(
-                    ErrorKind::Invalid,
-                    format!("the engine refused a message of this rank: {why}"),
-                );
+                break ErrorKind::Invalid
+                    .because(format!("the engine refused a message of this rank: {why}"));
             }
             Ok(ToRank::Digest { number, fresh }) => {
                 write_digests(&shared, rank, &link, number, fresh)
@@ -470,7 +452,7 @@ async fn obey(
             }
             Ok(ToRank::End(within)) => drop(shutdown::request(&shared, within.into())),
             Ok(ToRank::Welcome(_)) => {
-                break Error::new(ErrorKind::Malformed, "the engine sent a second welcome");
+                break ErrorKind::Malformed.because("the engine sent a second welcome");
             }
             Err(error) => break error,
         }

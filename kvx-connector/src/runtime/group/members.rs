@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 use tokio::sync::mpsc::Receiver;
 
 use super::super::push;
@@ -60,11 +60,11 @@ pub(super) fn seat(
             remote.lose(&why, false);
         }
     }
-    let failed = settle_gathering(&mut state, Err(Error::new(ErrorKind::Invalid, why.clone())));
+    let failed = settle_gathering(&mut state, Err(ErrorKind::Invalid.because(why.clone())));
     drop(state);
     failed.settle();
     shared.wake_up.notify_one();
-    Err(Error::new(ErrorKind::Invalid, why))
+    Err(ErrorKind::Invalid.because(why))
 }
 
 /// Ends the gathering at its deadline. Ranks that are missing then are lost.
@@ -82,7 +82,7 @@ pub(super) fn close_gathering(shared: &Shared) {
         first = first.or_else(|| remote.missing());
     }
     let Some(first) = first else { return }; // expected race: the last rank has just registered
-    let failed = settle_gathering(&mut state, Err(Error::new(ErrorKind::TimedOut, first)));
+    let failed = settle_gathering(&mut state, Err(ErrorKind::TimedOut.because(first)));
     drop(state);
     failed.settle();
     shared.wake_up.notify_one();
@@ -96,7 +96,7 @@ pub(super) fn lose(shared: &Shared, rank: WorkerRank, why: &str, proven: bool) {
     };
     remote.lose(why, proven);
     let why = remote.missing().unwrap_or_default();
-    let failed = settle_gathering(&mut state, Err(Error::new(ErrorKind::PeerLost, why)));
+    let failed = settle_gathering(&mut state, Err(ErrorKind::PeerLost.because(why)));
     drop(state);
     failed.settle();
     shared.wake_up.notify_one();

@@ -79,8 +79,7 @@ impl Rank {
     /// `Unsupported`: all ranks have to run in the engine's process.
     pub fn may_join(config: &KvTransferConfig) -> Result<()> {
         match config.connector() {
-            Some(kvx_vllm::config::ConnectorKind::Mooncake) => Err(Error::new(
-                ErrorKind::Unsupported,
+            Some(kvx_vllm::config::ConnectorKind::Mooncake) => Err(ErrorKind::Unsupported.because(
                 "only NixlConnector and NixlPushConnector support ranks in processes of their \
                  own: with a MooncakeConnector register all ranks in the engine's process",
             )),
@@ -141,7 +140,7 @@ fn expect_ranks(shared: &Shared, gathering: Gathering) -> Result<(), (Gathering,
 }
 
 fn check_state(state: &State) -> Result<()> {
-    let refused = |why: &'static str| Err(Error::new(ErrorKind::Invalid, why));
+    let refused = |why: &'static str| Err(ErrorKind::Invalid.because(why));
     if state.is_closing() {
         return Err(closed());
     }

@@ -37,14 +37,11 @@ pub(super) fn give_generations(
     let remote = state.ranks.remote_at(rank).ok_or_else(closed)?;
     let known = publication.pool.as_ref().map(PoolBlocks::most).filter(|_| !first);
     if let Some(known) = known.filter(|known| *known != blocks.most()) {
-        return Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
+        return Err(ErrorKind::Invalid.because(format!(
                 "{} has {} logical blocks, another rank of this engine {known}: give all of them the same",
                 rank_name(rank),
                 blocks.most()
-            ),
-        ));
+            )));
     }
     remote.expect_caches()?;
     if let Some(fresh) = fresh {

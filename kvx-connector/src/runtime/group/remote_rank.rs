@@ -122,19 +122,16 @@ impl RemoteRank {
             RankStage::Joined { process: first }
             | RankStage::Registered { process: first, .. }
             | RankStage::GaveBack { process: first } => {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    format!(
-                        "{process} joined as {}, which {first} is already: start each rank once",
-                        rank_name(self.rank)
-                    ),
-                ));
+                return Err(ErrorKind::Invalid.because(format!(
+                    "{process} joined as {}, which {first} is already: start each rank once",
+                    rank_name(self.rank)
+                )));
             }
             RankStage::Lost { why, .. } => {
                 let why = format!(
                     "{why}; a lost rank cannot join again: restart the engine with all its ranks"
                 );
-                return Err(Error::new(ErrorKind::Closed, why));
+                return Err(ErrorKind::Closed.because(why));
             }
         }
         let (to, down) = mpsc::channel(BACKLOG);
@@ -163,14 +160,13 @@ impl RemoteRank {
                 self.stage = RankStage::Registered { process, metadata, host_copies };
                 Ok(())
             }
-            RankStage::Lost { why, .. } => Err(Error::new(ErrorKind::Closed, why.to_string())),
-            RankStage::Awaited | RankStage::Registered { .. } => Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            RankStage::Lost { why, .. } => Err(ErrorKind::Closed.because(why.to_string())),
+            RankStage::Awaited | RankStage::Registered { .. } => {
+                Err(ErrorKind::Invalid.because(format!(
                     "{} has registered its caches already: it has to give them back first",
                     rank_name(self.rank)
-                ),
-            )),
+                )))
+            }
         }
     }
 
@@ -180,7 +176,7 @@ impl RemoteRank {
         match &self.stage {
             RankStage::Registered { .. } => return Err(out_of_turn()),
             RankStage::Lost { why, .. } => {
-                return Err(Error::new(ErrorKind::Closed, why.to_string()));
+                return Err(ErrorKind::Closed.because(why.to_string()));
             }
             RankStage::Awaited | RankStage::Joined { .. } | RankStage::GaveBack { .. } => {}
         }
@@ -240,7 +236,7 @@ impl RemoteRank {
                 self.stage = RankStage::GaveBack { process: Arc::clone(process) };
             }
             RankStage::Lost { why, .. } => {
-                return Err(Error::new(ErrorKind::Closed, why.to_string()));
+                return Err(ErrorKind::Closed.because(why.to_string()));
             }
             _ => return Err(out_of_turn()),
         }
@@ -501,10 +497,8 @@ impl RemoteRank {
     /// Returns the state of the memory of a rank that is lost.
     fn memory_state(&self) -> Result<()> {
         match &self.stage {
-            RankStage::Lost { why, proven: false } => Err(Error::new(
-                ErrorKind::StillShared,
-                format!("a rank that was lost may still touch its memory: {why}"),
-            )),
+            RankStage::Lost { why, proven: false } => Err(ErrorKind::StillShared
+                .because(format!("a rank that was lost may still touch its memory: {why}"))),
             _ => Ok(()),
         }
     }
@@ -512,7 +506,7 @@ impl RemoteRank {
 
 /// Returns the error of a message that must not arrive at this point.
 pub(in crate::runtime) fn out_of_turn() -> Error {
-    Error::new(ErrorKind::Malformed, "the rank sent a message out of turn")
+    ErrorKind::Malformed.because("the rank sent a message out of turn")
 }
 
 /// Returns the name of a rank for messages.
@@ -522,7 +516,7 @@ pub(in crate::runtime) fn rank_name(rank: WorkerRank) -> String {
 
 /// Returns the error for a refusal by another process of the same engine.
 pub(in crate::runtime) fn refused(why: String) -> Error {
-    Error::new(ErrorKind::Invalid, why)
+    ErrorKind::Invalid.because(why)
 }
 
 /// Waits until ranks have written digests. Does not wait for a rank that is lost meanwhile. Peers

@@ -67,7 +67,7 @@ impl RankListener {
                 let secret = secret.ok_or_else(no_secret)?;
                 if address.port() == 0 {
                     let why = "ranks have to know the port: name one other than 0";
-                    return Err(Error::new(ErrorKind::Invalid, why));
+                    return Err(ErrorKind::Invalid.because(why));
                 }
                 let failed = |error| Error::os(format!("ranks cannot join at {address}"), error);
                 let listener = std::net::TcpListener::bind(address).map_err(failed)?;
@@ -129,13 +129,10 @@ fn open(path: &Path) -> Result<StdUnixListener> {
     let listener = match StdUnixListener::bind(path) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if !is_left_behind(path).map_err(failed)? {
-                return Err(Error::new(
-                    ErrorKind::Exhausted,
-                    format!(
-                        "{} exists and is in use, or is not a socket: choose another path",
-                        path.display()
-                    ),
-                ));
+                return Err(ErrorKind::Exhausted.because(format!(
+                    "{} exists and is in use, or is not a socket: choose another path",
+                    path.display()
+                )));
             }
             std::fs::remove_file(path).map_err(failed)?;
             StdUnixListener::bind(path)
@@ -227,10 +224,8 @@ async fn prove(process: UnknownProcess) -> Result<AdmittedProcess> {
         UnknownProcess::Tcp(socket, from, secret) => {
             let proven = timeout(IMPATIENCE, prove_as_engine(socket, &secret)).await;
             let late = || {
-                Error::new(
-                    ErrorKind::TimedOut,
-                    format!("it did not authenticate within {IMPATIENCE:?}"),
-                )
+                ErrorKind::TimedOut
+                    .because(format!("it did not authenticate within {IMPATIENCE:?}"))
             };
             let (outgoing, incoming) = proven
                 .unwrap_or_else(|_| Err(late()))
@@ -254,24 +249,18 @@ async fn welcome(
     let process = &newcomer.process;
     let hello = timeout(PATIENCE, incoming.next()).await;
     let hello = hello.map_err(|_| {
-        Error::new(
-            ErrorKind::TimedOut,
-            format!("{process} did not name its rank within {PATIENCE:?}"),
-        )
+        ErrorKind::TimedOut.because(format!("{process} did not name its rank within {PATIENCE:?}"))
     })??;
     let hello = hello.map(|bytes| ToHead::decode(&bytes)).transpose()?;
     let Some(ToHead::Hello { version, rank }) = hello else {
-        return Err(Error::new(ErrorKind::Malformed, format!("{process} did not name its rank")));
+        return Err(ErrorKind::Malformed.because(format!("{process} did not name its rank")));
     };
     if version != env!("CARGO_PKG_VERSION") {
-        return Err(Error::new(
-            ErrorKind::Incompatible,
-            format!(
-                "{} runs kvx {version}, its engine kvx {}: run both with the same version",
-                rank_name(rank),
-                env!("CARGO_PKG_VERSION")
-            ),
-        ));
+        return Err(ErrorKind::Incompatible.because(format!(
+            "{} runs kvx {version}, its engine kvx {}: run both with the same version",
+            rank_name(rank),
+            env!("CARGO_PKG_VERSION")
+        )));
     }
     let down = members::seat(shared, rank, newcomer)?;
     let setup = ToRank::Welcome(shared.setup.welcome()).encode()?;
@@ -279,10 +268,10 @@ async fn welcome(
         Ok(Ok(())) => Ok((rank, down)),
         _ => {
             members::lose(shared, rank, "it has not read the engine's setup", false);
-            Err(Error::new(
-                ErrorKind::PeerLost,
-                format!("{} did not read the engine's setup when it joined", rank_name(rank)),
-            ))
+            Err(ErrorKind::PeerLost.because(format!(
+                "{} did not read the engine's setup when it joined",
+                rank_name(rank)
+            )))
         }
     }
 }
@@ -336,7 +325,7 @@ async fn serve(
                 })
                 .await;
                 heard.unwrap_or_else(|_| {
-                    Err(Error::new(ErrorKind::Closed, "the engine is shutting down"))
+                    Err(ErrorKind::Closed.because("the engine is shutting down"))
                 })
             }
             Ok(message) => members::take_message(shared, rank, message),

@@ -15,7 +15,7 @@ use kvx_vllm::wire::CompatibilityFactors;
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
 
 fn unreadable(what: &str) -> Error {
-    Error::new(ErrorKind::Malformed, format!("the setup that the engine sent lacks {what}"))
+    ErrorKind::Malformed.because(format!("the setup that the engine sent lacks {what}"))
 }
 
 /// Reads the setup of a rank. Returns it with the secret of this process. `own_address` is the

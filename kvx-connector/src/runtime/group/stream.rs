@@ -74,14 +74,11 @@ pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
         .map_err(|error| Error::os("the process at the socket cannot be identified", error))?;
     let own = rustix::process::geteuid().as_raw();
     if other.uid() != own {
-        return Err(Error::new(
-            ErrorKind::Authentication,
-            format!(
+        return Err(ErrorKind::Authentication.because(format!(
                 "the process at the other end of the socket runs as user {}, this one as user {own}: an engine and its \
                  ranks have to run as one user",
                 other.uid()
-            ),
-        ));
+            )));
     }
     Ok(other.pid().unwrap_or(0))
 }
@@ -119,7 +116,7 @@ pub(super) async fn prove_as_rank(
     if answer.and_then(|answer| handshake.read(&answer)).is_none() {
         let why = "the peer has not proved that it has this fleet's secret: give the engine and \
                    its ranks the same KVX_SECRET_FILE";
-        return Err(Error::new(ErrorKind::Authentication, why));
+        return Err(ErrorKind::Authentication.because(why));
     }
     Ok(sealed(outgoing, incoming, handshake.seals()))
 }
@@ -133,10 +130,9 @@ pub(super) async fn prove_as_engine(
     let mut handshake = NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL)?;
     let first = incoming.proof().await?;
     if first.and_then(|first| handshake.read(&first)).is_none() {
-        return Err(Error::new(
-            ErrorKind::Authentication,
-            "it has not proved that it has this fleet's secret",
-        ));
+        return Err(
+            ErrorKind::Authentication.because("it has not proved that it has this fleet's secret")
+        );
     }
     let mut answer = Vec::new();
     handshake.write(&[], &mut answer)?;
@@ -148,7 +144,7 @@ pub(super) async fn prove_as_engine(
 pub(super) fn no_secret() -> Error {
     let why = "ranks on other hosts and their engine have to share a secret, and this process has \
                none: create one with `kvx secret FILE`, and set KVX_SECRET_FILE";
-    Error::new(ErrorKind::Invalid, why)
+    ErrorKind::Invalid.because(why)
 }
 
 fn over_tcp(socket: TcpStream) -> Result<(MessageWriter, MessageReader)> {
@@ -217,7 +213,7 @@ impl MessageReader {
                     let why = format!(
                         "a message has {length} bytes, and at most {MAX_MESSAGE} are accepted"
                     );
-                    return Err(Error::new(ErrorKind::Malformed, why));
+                    return Err(ErrorKind::Malformed.because(why));
                 }
                 if self.bytes.len() >= LENGTH + length {
                     let rest = self.bytes.split_off(LENGTH + length);
@@ -229,10 +225,9 @@ impl MessageReader {
             if self.receive().await? == 0 {
                 return match self.bytes.is_empty() && self.sealed.is_empty() {
                     true => Ok(None),
-                    false => Err(Error::new(
-                        ErrorKind::Malformed,
-                        "the connection ended within a message",
-                    )),
+                    false => {
+                        Err(ErrorKind::Malformed.because("the connection ended within a message"))
+                    }
                 };
             }
         }

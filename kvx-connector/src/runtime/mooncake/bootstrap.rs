@@ -222,13 +222,10 @@ impl BootstrapState {
             BootstrapRequest::Register => "this worker",
             BootstrapRequest::Query => "this decode or router",
         };
-        Err(Error::new(
-            ErrorKind::Authentication,
-            format!(
-                "the shared secrets of {who} and the bootstrap server differ: set KVX_SECRET_FILE \
-                 of both to the same secret"
-            ),
-        ))
+        Err(ErrorKind::Authentication.because(format!(
+            "the shared secrets of {who} and the bootstrap server differ: set KVX_SECRET_FILE of \
+             both to the same secret"
+        )))
     }
 
     /// Serves a request of a client that may send it. Returns the body of the answer.

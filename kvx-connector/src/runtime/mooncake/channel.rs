@@ -142,8 +142,7 @@ fn admits_plain(shared: &Shared, rank: WorkerRank) -> Result<()> {
     if shared.secret.is_none() || is_open() {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Authentication,
+    Err(ErrorKind::Authentication.because(
         "this prefill has a shared secret and the decode has none: set KVX_SECRET_FILE there to \
          the same secret",
     ))
@@ -154,8 +153,7 @@ fn admits_plain(shared: &Shared, rank: WorkerRank) -> Result<()> {
 /// Errors: `Authentication`: the decode has another secret, or this prefill has none.
 fn accept(shared: &Shared, hello: &[u8]) -> Result<(Session, Vec<u8>)> {
     let secret = shared.secret.as_ref().ok_or_else(|| {
-        Error::new(
-            ErrorKind::Authentication,
+        ErrorKind::Authentication.because(
             "this decode has a shared secret and the prefill has none: give both the same secret, \
              or neither",
         )
@@ -199,10 +197,8 @@ impl DecodeConnection {
 }
 
 fn unproven() -> Error {
-    Error::new(
-        ErrorKind::Authentication,
-        format!("the decode has not proved this fleet's secret within {PATIENCE:?}"),
-    )
+    ErrorKind::Authentication
+        .because(format!("the decode has not proved this fleet's secret within {PATIENCE:?}"))
 }
 
 impl DecodeChannel {

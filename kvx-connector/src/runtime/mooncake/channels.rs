@@ -63,7 +63,7 @@ impl Listeners {
     pub(in super::super) async fn bind(setup: &Setup) -> Result<Self> {
         let settings = &setup.settings;
         let Some(mooncake) = &settings.mooncake else {
-            return Err(Error::new(ErrorKind::Invalid, "these are settings of a NixlConnector"));
+            return Err(ErrorKind::Invalid.because("these are settings of a NixlConnector"));
         };
         let host: Arc<str> = bare(setup.host()).into();
         let bind = setup.config.nixl().side_channel_bind.as_deref().map_or(&*host, bare);
@@ -138,8 +138,7 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
             }
             None => 0,
             Some(first) => u16::try_from(u32::from(first.port()) + tp).map_err(|_| {
-                Error::new(
-                    ErrorKind::Exhausted,
+                ErrorKind::Exhausted.because(
                     "the free port is too high for consecutive ports of all workers: start again",
                 )
             })?,
@@ -152,28 +151,22 @@ async fn in_a_row(setup: &Setup, bind: &str) -> Result<Vec<(WorkerRank, TcpListe
 /// Opens a port at the first address of a host.
 async fn listen(host: &str, port: u16) -> Result<TcpListener> {
     let foreign = |why: &dyn std::fmt::Display| {
-        Error::new(
-            ErrorKind::Invalid,
-            format!(
-                "a MooncakeConnector cannot listen at {host:?}, which is not an address of this \
-                 machine ({why}): set VLLM_HOST_IP to one, or \
-                 kv_connector_extra_config.side_channel_bind to the one to listen at"
-            ),
-        )
+        ErrorKind::Invalid.because(format!(
+            "a MooncakeConnector cannot listen at {host:?}, which is not an address of this \
+             machine ({why}): set VLLM_HOST_IP to one, or \
+             kv_connector_extra_config.side_channel_bind to the one to listen at"
+        ))
     };
     let addresses = resolve(host, port, TO_RESOLVE).await.map_err(|error| foreign(&error))?;
     let address = addresses[0];
     TcpListener::bind(address).await.map_err(|error| match error.kind() {
-        std::io::ErrorKind::AddrInUse => Error::new(
-            ErrorKind::Exhausted,
-            format!(
+        std::io::ErrorKind::AddrInUse => ErrorKind::Exhausted.because(format!(
                 "port {} of {} is taken, so a MooncakeConnector cannot listen there; another prefill may have it: set \
                  VLLM_MOONCAKE_BOOTSTRAP_PORT to a free one, or, if it has a bootstrap server, \
                  kv_connector_extra_config.bootstrap_server_address to its address",
                 address.port(),
                 address.ip()
-            ),
-        ),
+            )),
         std::io::ErrorKind::AddrNotAvailable => foreign(&error),
         _ => Error::os(format!("a MooncakeConnector cannot listen at {address}"), error),
     })

@@ -79,21 +79,19 @@ async fn within<T>(
     match timeout(limit, done).await {
         Ok(done) => done.map_err(context),
         Err(_) => {
-            Err(context(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:.1?}"))))
+            Err(context(ErrorKind::TimedOut.because(format!("no answer within {limit:.1?}"))))
         }
     }
 }
 
 async fn connect(address: &Address) -> Result<Exchange> {
-    let mut last = Error::new(ErrorKind::Invalid, "no address to connect to");
+    let mut last = ErrorKind::Invalid.because("no address to connect to");
     for address in resolve(&address.host, address.port, Duration::MAX).await? {
         match TcpStream::connect(address).await {
             Ok(stream) => return Ok(Exchange::new(stream)),
             Err(error) => {
-                last = Error::new(
-                    ErrorKind::PeerLost,
-                    format!("nobody listens at {address} ({error})"),
-                );
+                last =
+                    ErrorKind::PeerLost.because(format!("nobody listens at {address} ({error})"));
             }
         }
     }
@@ -121,8 +119,7 @@ impl Request<'_> {
             .filter(|_| answer.start[1] == "401");
         let Some(nonce) = nonce else { return Ok(answer) };
         let secret = secret.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Authentication,
+            ErrorKind::Authentication.because(
                 "its fleet has a shared secret, and this worker or decode has none: set \
                  KVX_SECRET_FILE here to the same secret",
             )
@@ -150,7 +147,7 @@ impl Request<'_> {
         let headers: Vec<&str> = [&*host].into_iter().chain(headers.iter().copied()).collect();
         // Servers must not answer a request of HTTP/1.0 in chunks.
         connection.send(&format!("{what} HTTP/1.0"), &headers, self.body).await?;
-        let none = || Error::new(ErrorKind::PeerLost, "it closed the connection without an answer");
+        let none = || ErrorKind::PeerLost.because("it closed the connection without an answer");
         connection.receive(self.max).await?.ok_or_else(none)
     }
 }
@@ -165,5 +162,5 @@ fn body_of(answer: &HttpMessage) -> Result<&[u8]> {
     let detail =
         body.as_ref().and_then(|body| body.get("detail")?.as_str()).unwrap_or("it gives no reason");
     let detail: String = detail.chars().take(500).collect();
-    Err(Error::new(ErrorKind::Invalid, format!("it answered {status}: {detail}")))
+    Err(ErrorKind::Invalid.because(format!("it answered {status}: {detail}")))
 }

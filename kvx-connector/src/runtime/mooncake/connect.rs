@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::super::handshake::link;
 use super::super::setup::MOONCAKE;
@@ -35,20 +35,15 @@ async fn draw_up(
     target: &Target,
 ) -> Result<(PeerPlan, WriteRoute)> {
     let own = shared.registered(rank).ok_or_else(|| {
-        Error::new(
-            ErrorKind::Invalid,
-            "the prefill has no caches registered: call Rank::register there",
-        )
+        ErrorKind::Invalid
+            .because("the prefill has no caches registered: call Rank::register there")
     })?;
     let here = shared.setup.settings.block_size;
     if let Some(there) = target.told.kvx_block_size.filter(|there| *there != here) {
-        return Err(Error::new(
-            ErrorKind::Incompatible,
-            format!(
-                "blocks of {there} tokens at the decode and {here} at the prefill: a MooncakeConnector \
-                 names blocks by number, so give both the same block size"
-            ),
-        ));
+        return Err(ErrorKind::Incompatible.because(format!(
+            "blocks of {there} tokens at the decode and {here} at the prefill: a MooncakeConnector \
+             names blocks by number, so give both the same block size"
+        )));
     }
     let tp = Tp::new(rank.tp, shared.setup.settings.tp_size)?;
     let map = SendMap::new(&own.caches, tp, &target.told)?;

@@ -39,7 +39,7 @@ pub(in super::super) fn head_len(bytes: &[u8]) -> Option<Option<usize>> {
 }
 
 fn malformed(why: &str) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed HTTP: {why}"))
+    ErrorKind::Malformed.because(format!("malformed HTTP: {why}"))
 }
 
 fn broken(error: std::io::Error) -> Error {
@@ -107,10 +107,8 @@ impl HttpMessage {
     /// Returns the length of the body, if a header names it.
     fn body_len(&self) -> Result<Option<usize>> {
         if self.header("transfer-encoding").is_some() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "chunked HTTP bodies are not supported: send the body with its length",
-            ));
+            return Err(ErrorKind::Unsupported
+                .because("chunked HTTP bodies are not supported: send the body with its length"));
         }
         let mut lengths = self.headers.iter().filter(|(name, _)| name == "content-length");
         let digits =
@@ -172,17 +170,16 @@ impl Exchange {
         let HttpHead { mut message, body, len } = head;
         self.unread.drain(..len);
         let too_long =
-            || Error::new(ErrorKind::Exhausted, format!("an HTTP body has more than {most} bytes"));
+            || ErrorKind::Exhausted.because(format!("an HTTP body has more than {most} bytes"));
         let is_answer = message.start[0].starts_with("HTTP/");
         match body {
             Some(length) if length > most => return Err(too_long()),
             Some(length) => {
                 while self.unread.len() < length {
                     if self.fill().await? == 0 {
-                        return Err(Error::new(
-                            ErrorKind::PeerLost,
-                            "an HTTP connection ended within a body",
-                        ));
+                        return Err(
+                            ErrorKind::PeerLost.because("an HTTP connection ended within a body")
+                        );
                     }
                 }
                 message.body = self.unread.drain(..length).collect();

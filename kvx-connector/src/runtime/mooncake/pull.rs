@@ -71,7 +71,7 @@ async fn exchange(
     let Question { pull, address, message, is_kvx, deadline } = question;
     let at = address.strip_prefix("tcp://").and_then(Address::parse);
     let at = at.ok_or_else(|| {
-        Error::new(ErrorKind::Malformed, format!("{address} is not of the form tcp://host:port"))
+        ErrorKind::Malformed.because(format!("{address} is not of the form tcp://host:port"))
     })?;
     let older = shared.is_older_mooncake();
     let secret = shared.secret.as_ref().filter(|_| is_kvx);
@@ -98,7 +98,7 @@ async fn exchange(
     drop(bytes);
     loop {
         let limit = left(shared, deadline);
-        let late = || Error::new(ErrorKind::TimedOut, "the prefill did not answer in time");
+        let late = || ErrorKind::TimedOut.because("the prefill did not answer in time");
         let answer =
             tokio::time::timeout(limit, connection.receive(LIMIT)).await.map_err(|_| late())??;
         if older && !is_kvx {
@@ -157,7 +157,7 @@ async fn with_grants(
         let to_grant = Arc::clone(shared);
         // Registering memory may take long.
         let granting = shared.runtime.spawn_blocking(move || grants_of(&to_grant, rank, wanted));
-        let gone = |_| Error::new(ErrorKind::Closed, "the connector is shutting down");
+        let gone = |_| ErrorKind::Closed.because("the connector is shutting down");
         let grants = granting.await.map_err(gone)??;
         message
             .req_blocks
@@ -167,10 +167,8 @@ async fn with_grants(
         name_foreign(shared, rank, &mut message)?;
     }
     if asked > 0 && message.req_blocks.is_empty() {
-        return Err(Error::new(
-            ErrorKind::Revoked,
-            "the requests were aborted, so the prefill must not write for them",
-        ));
+        return Err(ErrorKind::Revoked
+            .because("the requests were aborted, so the prefill must not write for them"));
     }
     Ok(message)
 }
@@ -205,10 +203,9 @@ fn name_foreign(shared: &Shared, rank: WorkerRank, message: &mut PullRequest) ->
     })?;
     let name = String::from_utf8_lossy(&name);
     let at = Address::parse(&name).ok_or_else(|| {
-        Error::new(
-            ErrorKind::Unsupported,
-            format!("{name} is not the host:port of a Mooncake engine, which a vLLM needs"),
-        )
+        ErrorKind::Unsupported.because(format!(
+            "{name} is not the host:port of a Mooncake engine, which a vLLM needs"
+        ))
     })?;
     (message.remote_hostname, message.remote_port) = (at.host.to_string(), at.port);
     message.kvx_metadata = None;

@@ -4,8 +4,7 @@
 use std::collections::BTreeMap;
 
 use kvx_core::{
-    Blocks, Error, ErrorKind, Grid, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Region,
-    Result,
+    Blocks, ErrorKind, Grid, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Region, Result,
 };
 
 use super::super::caches::RegisteredCaches;
@@ -70,10 +69,8 @@ impl WriteRoute {
         let imported = match self.foreign {
             true => None,
             false => Some(ImportedRegions::of(order, &self.peer)?.ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Malformed,
-                    "the decode runs kvx, but grants no memory to write into",
-                )
+                ErrorKind::Malformed
+                    .because("the decode runs kvx, but grants no memory to write into")
             })?),
         };
         let regions = imported
@@ -119,9 +116,8 @@ impl Lanes {
         let count = self.theirs.iter().map(|grid| grid.count).min().unwrap_or(0);
         let placed = self.theirs.iter().map(|there| {
             let grid = Grid { count, ..there.at(0) };
-            let beyond = || {
-                Error::new(ErrorKind::Malformed, "blocks of a decode lie beyond the address space")
-            };
+            let beyond =
+                || ErrorKind::Malformed.because("blocks of a decode lie beyond the address space");
             let len = grid.end().ok_or_else(beyond)?;
             Ok((peer.foreign(there.base, len, self.kind, 0)?, grid))
         });

@@ -64,8 +64,7 @@ impl Session {
         let mut handshake = NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL)?;
         let first = hello.strip_prefix(HELLO).unwrap_or_default();
         if handshake.read(first).is_none() {
-            return Err(Error::new(
-                ErrorKind::Authentication,
+            return Err(ErrorKind::Authentication.because(
                 "the shared secrets of the decode and this prefill differ: set KVX_SECRET_FILE of \
                  both to the same secret",
             ));
@@ -93,10 +92,8 @@ impl Session {
     /// was lost.
     pub(super) fn open(&mut self, sealed: &[u8]) -> Result<Vec<u8>> {
         let cut_off = || {
-            Error::new(
-                ErrorKind::Malformed,
-                "a sealed message was cut off on its way, so the connection was closed",
-            )
+            ErrorKind::Malformed
+                .because("a sealed message was cut off on its way, so the connection was closed")
         };
         let (length, records) = sealed.split_at_checked(LENGTH + TAG).ok_or_else(cut_off)?;
         let mut length = length.to_vec();
@@ -119,13 +116,10 @@ fn unproven(answer: &[u8]) -> Error {
     let why = why.map_or_else(String::new, |why| {
         format!("; it answered: {}", why.chars().take(500).collect::<String>())
     });
-    Error::new(
-        ErrorKind::Authentication,
-        format!(
-            "the prefill has not proved that it has this fleet's secret: set KVX_SECRET_FILE of \
-             both engines to the same secret{why}"
-        ),
-    )
+    ErrorKind::Authentication.because(format!(
+        "the prefill has not proved that it has this fleet's secret: set KVX_SECRET_FILE of both \
+         engines to the same secret{why}"
+    ))
 }
 
 #[cfg(test)]

@@ -110,13 +110,10 @@ impl SideClient {
             // All workers have to be of one kind: the proof of the second must not vouch for the
             // metadata of the first.
             if standing.replace(this).is_some_and(|before| before != this) {
-                return Err(Error::new(
-                    ErrorKind::Malformed,
-                    format!(
+                return Err(ErrorKind::Malformed.because(format!(
                         "malformed handshake answers of engine {engine}: some of its workers are kvx's and some are \
                          not: use the same connector for all of them"
-                    ),
-                ));
+                    )));
             }
             // Without a secret the first answer is complete, unless it is a refusal meant for vLLM.
             if let Some(challenge) = challenge
@@ -201,10 +198,8 @@ impl SideClient {
             HandshakePayload::decode(answer.frames().first().map_or(&[][..], Vec::as_slice))?;
         match payload.refusal.as_ref().filter(|_| payload.kvx_proof.is_none()) {
             // A peer with the same secret proves its refusals too, so this one has another secret.
-            Some(why) => Err(Error::new(
-                ErrorKind::Authentication,
-                format!("the prefill refused this engine: {why}"),
-            )),
+            Some(why) => Err(ErrorKind::Authentication
+                .because(format!("the prefill refused this engine: {why}"))),
             None => proof::check_answer(secret, &challenge, &request, &payload).map(|()| answer),
         }
     }

@@ -86,10 +86,7 @@ pub(super) fn check_question(
         ));
     };
     let challenge = challenge.ok_or_else(|| {
-        Error::new(
-            ErrorKind::Malformed,
-            "malformed kvx handshake request: a proof before a challenge",
-        )
+        ErrorKind::Malformed.because("malformed kvx handshake request: a proof before a challenge")
     })?;
     // Constant-time comparison.
     of_decode(secret, &challenge, request).verify_slice(proof).map_err(|_| differ())
@@ -117,7 +114,7 @@ pub(super) fn check_answer(
 }
 
 pub(super) fn denied(why: &str) -> Error {
-    Error::new(ErrorKind::Authentication, why.to_owned())
+    ErrorKind::Authentication.because(why.to_owned())
 }
 
 fn differ() -> Error {

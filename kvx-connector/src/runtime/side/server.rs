@@ -90,7 +90,7 @@ impl SideServer {
         }
         let first = routers
             .first()
-            .ok_or_else(|| Error::new(ErrorKind::Invalid, "a side channel without a port"))?;
+            .ok_or_else(|| ErrorKind::Invalid.because("a side channel without a port"))?;
         let address = Address { host: Arc::clone(&settings.advertise), port: first.local().port() };
         let server = SideServer { address, handler, routers };
         let at: Vec<_> = server.listens_at().collect();
@@ -119,8 +119,7 @@ impl SideServer {
         if metadata.agent_metadata.is_empty() {
             told.anybody.refuse(
                 rank,
-                Error::new(
-                    ErrorKind::Unsupported,
+                ErrorKind::Unsupported.because(
                     "this engine has no NIXL agent that a vLLM could load from: add RIXL to its \
                      kv_connector_extra_config.backends, and check that `kvx backends` finds \
                      NIXL's library; or add KVX, if vLLM's NIXL has that backend",
@@ -169,15 +168,12 @@ async fn listen(settings: &SideSettings, port: u16) -> Result<TcpListener> {
 }
 
 fn foreign_host(host: &str, why: &dyn std::fmt::Display) -> Error {
-    Error::new(
-        ErrorKind::Invalid,
-        format!(
-            "the side channel cannot listen at {host:?}, which is not an address of this machine \
-             ({why}): set VLLM_NIXL_SIDE_CHANNEL_HOST to one, or \
-             kv_connector_extra_config.side_channel_bind to the one to listen at and the variable \
-             to the one that peers can reach"
-        ),
-    )
+    ErrorKind::Invalid.because(format!(
+        "the side channel cannot listen at {host:?}, which is not an address of this machine \
+         ({why}): set VLLM_NIXL_SIDE_CHANNEL_HOST to one, or \
+         kv_connector_extra_config.side_channel_bind to the one to listen at and the variable to \
+         the one that peers can reach"
+    ))
 }
 
 async fn busy(taken: SocketAddr, ports: usize) -> Error {
@@ -193,15 +189,12 @@ async fn busy(taken: SocketAddr, ports: usize) -> Error {
         }
     }
     let free = free.map_or("a free port".to_owned(), |free| format!("a free port, such as {free}"));
-    Error::new(
-        ErrorKind::Exhausted,
-        format!(
+    ErrorKind::Exhausted.because(format!(
             "port {} of {} is taken, so the side channel cannot listen there; another engine may have it: set \
              VLLM_NIXL_SIDE_CHANNEL_PORT to {free} (data-parallel ranks use the ports after it)",
             taken.port(),
             taken.ip()
-        ),
-    )
+        ))
 }
 
 /// The state of a connection: a challenge for one question, and a refusal that is not logged yet.

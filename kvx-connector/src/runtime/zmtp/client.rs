@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
@@ -32,7 +32,7 @@ impl Client {
         limit: Duration,
     ) -> Result<Self> {
         let until = Instant::now() + limit;
-        let mut last = Error::new(ErrorKind::Invalid, "no address to connect to");
+        let mut last = ErrorKind::Invalid.because("no address to connect to");
         for (index, address) in addresses.iter().enumerate() {
             let left = until.saturating_duration_since(Instant::now());
             // An address that does not answer leaves time for the others.
@@ -45,16 +45,12 @@ impl Client {
                     return Ok(Client { kind, connection });
                 }
                 Ok(Err(error)) => {
-                    last = Error::new(
-                        ErrorKind::PeerLost,
-                        format!("nobody listens at {address} ({error})"),
-                    );
+                    last = ErrorKind::PeerLost
+                        .because(format!("nobody listens at {address} ({error})"));
                 }
                 Err(_) => {
-                    last = Error::new(
-                        ErrorKind::TimedOut,
-                        format!("no connection to {address} within {share:.1?}"),
-                    );
+                    last = ErrorKind::TimedOut
+                        .because(format!("no connection to {address} within {share:.1?}"));
                 }
             }
         }
@@ -68,7 +64,7 @@ impl Client {
     pub(crate) async fn ask(&mut self, question: &[u8], limit: Duration) -> Result<Message> {
         match timeout(limit, self.exchange(question, limit)).await {
             Ok(done) => done,
-            Err(_) => Err(Error::new(ErrorKind::TimedOut, format!("no answer within {limit:.1?}"))),
+            Err(_) => Err(ErrorKind::TimedOut.because(format!("no answer within {limit:.1?}"))),
         }
     }
 
@@ -103,17 +99,13 @@ impl Client {
     /// `Exhausted`.
     pub(crate) async fn receive(&mut self, limit: Duration) -> Result<Message> {
         let closed = || {
-            Error::new(
-                ErrorKind::PeerLost,
-                "the side channel closed the connection without an answer",
-            )
+            ErrorKind::PeerLost.because("the side channel closed the connection without an answer")
         };
         let mut message = self.connection.receive(limit).await?.ok_or_else(closed)?;
         if self.kind == SocketType::Req
             && message.take_first().is_none_or(|frame| !frame.is_empty())
         {
-            return Err(Error::new(
-                ErrorKind::Malformed,
+            return Err(ErrorKind::Malformed.because(
                 "malformed ZMTP: an answer to a REQ socket has no empty frame at its start",
             ));
         }
@@ -129,14 +121,12 @@ pub(crate) async fn resolve(host: &str, port: u16, limit: Duration) -> Result<Ve
     if let Ok(ip) = bare.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(ip, port)]);
     }
-    let nowhere = |why: String| Error::new(ErrorKind::PeerLost, format!("host {host:?} {why}"));
+    let nowhere = |why: String| ErrorKind::PeerLost.because(format!("host {host:?} {why}"));
     let found = match timeout(limit, tokio::net::lookup_host((bare, port))).await {
         Ok(found) => found.map_err(|error| nowhere(format!("does not resolve ({error})")))?,
         Err(_) => {
-            return Err(Error::new(
-                ErrorKind::TimedOut,
-                format!("host {host:?} did not resolve within {limit:.1?}"),
-            ));
+            return Err(ErrorKind::TimedOut
+                .because(format!("host {host:?} did not resolve within {limit:.1?}")));
         }
     };
     let mut addresses: Vec<_> = found.collect();

@@ -50,14 +50,12 @@ fn broken(error: std::io::Error) -> Error {
 }
 
 fn ended() -> Error {
-    Error::new(ErrorKind::PeerLost, "the other end of the side channel closed the connection")
+    ErrorKind::PeerLost.because("the other end of the side channel closed the connection")
 }
 
 fn late(limit: Duration, what: &str) -> Error {
-    Error::new(
-        ErrorKind::TimedOut,
-        format!("the other end of the side channel {what} within {limit:.1?}"),
-    )
+    ErrorKind::TimedOut
+        .because(format!("the other end of the side channel {what} within {limit:.1?}"))
 }
 
 impl SocketConnection {
@@ -118,15 +116,12 @@ impl SocketConnection {
                 self.identity = identity;
                 Ok(())
             }
-            Some(Input::Command(Command::Ready { .. })) => Err(Error::new(
-                ErrorKind::Unsupported,
+            Some(Input::Command(Command::Ready { .. })) => Err(ErrorKind::Unsupported.because(
                 format!("the other end is not a socket that can talk to a {}", kind.as_str()),
             )),
             Some(Input::Command(Command::Error(why))) => Err(refused(&why)),
             None => Err(ended()),
-            Some(_) => {
-                Err(Error::new(ErrorKind::Malformed, "malformed ZMTP: READY has to come first"))
-            }
+            Some(_) => Err(ErrorKind::Malformed.because("malformed ZMTP: READY has to come first")),
         }
     }
 
@@ -225,7 +220,7 @@ impl SocketConnection {
             let why = format!(
                 "malformed ZMTP: more than {COMMANDS} commands within {WHILE:?}, and no message"
             );
-            return Err(Error::new(ErrorKind::Malformed, why));
+            return Err(ErrorKind::Malformed.because(why));
         }
         match command {
             Command::Ping { context } => {
@@ -275,8 +270,6 @@ impl SocketConnection {
 }
 
 fn refused(why: &str) -> Error {
-    Error::new(
-        ErrorKind::PeerLost,
-        format!("the other end of the side channel refused the connection: {why:?}"),
-    )
+    ErrorKind::PeerLost
+        .because(format!("the other end of the side channel refused the connection: {why:?}"))
 }

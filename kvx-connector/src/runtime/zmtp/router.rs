@@ -35,9 +35,10 @@ impl RouterConnection {
     ///
     /// Errors: `PeerLost`: the connection has been closed meanwhile.
     pub(crate) fn set_authenticated(&mut self) -> Result<()> {
-        let (limits, messages) = self.place.authenticated().ok_or_else(|| {
-            Error::new(ErrorKind::PeerLost, "a new connection has replaced this one")
-        })?;
+        let (limits, messages) = self
+            .place
+            .authenticated()
+            .ok_or_else(|| ErrorKind::PeerLost.because("a new connection has replaced this one"))?;
         self.connection.set_limits(limits, &messages);
         Ok(())
     }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::super::remote::RemoteEngine;
 use super::action::{AskId, PullId};
@@ -85,14 +85,11 @@ impl MooncakeWorker {
         if here == there {
             return Ok(question);
         }
-        Err(Error::new(
-            ErrorKind::Incompatible,
-            format!(
-                "tensor-parallel size {there} at the decode and {here} at the prefill: before vLLM \
-                 0.16 the MooncakeConnector requires the same size on both sides; set kv_compat to \
-                 0.16 or later on both"
-            ),
-        ))
+        Err(ErrorKind::Incompatible.because(format!(
+            "tensor-parallel size {there} at the decode and {here} at the prefill: before vLLM \
+             0.16 the MooncakeConnector requires the same size on both sides; set kv_compat to \
+             0.16 or later on both"
+        )))
     }
 
     /// Handles the answer of a plain Mooncake agent before vLLM 0.16, which covers the whole pull.

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::ids::WorkerRank;
 use crate::time::Time;
@@ -56,21 +56,18 @@ impl BootstrapRegister {
                     "it is a vLLM worker and never expires: restart this bootstrap server".into()
                 }
             };
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "data-parallel rank {dp_rank} belongs to engine {}, whose worker (tensor rank \
-                     {}, pipeline rank {}) listens at {}; {cure}",
-                    known.engine_id, place.tp, place.pp, known.addr
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "data-parallel rank {dp_rank} belongs to engine {}, whose worker (tensor rank {}, \
+                 pipeline rank {}) listens at {}; {cure}",
+                known.engine_id, place.tp, place.pp, known.addr
+            )));
         }
         let key = (dp_rank, rank);
         if self.workers.len() >= Directory::MAX_WORKERS && !self.workers.contains_key(&key) {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                format!("{} workers are already registered; that is the limit", self.workers.len()),
-            ));
+            return Err(ErrorKind::Busy.because(format!(
+                "{} workers are already registered; that is the limit",
+                self.workers.len()
+            )));
         }
         let until = kvx_ttl.map(|ttl| now + Duration::from_secs(ttl.into()).min(MAX_TTL));
         self.workers.insert(key, RegisteredWorker { engine_id, addr, until });

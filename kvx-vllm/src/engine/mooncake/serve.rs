@@ -187,7 +187,7 @@ impl MooncakeWorker {
             }
             Found::Full if wants => {
                 let why = "the memory layouts of waiting decodes take too much memory; retry later";
-                return self.refuse(ask, form, Error::new(ErrorKind::Exhausted, why));
+                return self.refuse(ask, form, ErrorKind::Exhausted.because(why));
             }
             Found::Missing | Found::Full => (None, None),
         };
@@ -238,32 +238,26 @@ impl MooncakeWorker {
             .as_ref()
             .filter(|engine| **engine != *self.settings.engine.as_str())
         {
-            return Err(Error::new(
-                ErrorKind::PeerRestarted,
-                format!(
-                    "the pull is for engine {engine}, but this is engine {}: query the bootstrap \
-                     server again",
-                    self.settings.engine
-                ),
-            ));
+            return Err(ErrorKind::PeerRestarted.because(format!(
+                "the pull is for engine {engine}, but this is engine {}: query the bootstrap \
+                 server again",
+                self.settings.engine
+            )));
         }
         let own = Tp::new(self.rank.tp, self.settings.tp_size)?;
         let readers = handshake_ranks(own, request.remote_tp_size, 1)?;
         if !readers.contains(&request.remote_tp_rank)
             || request.remote_pp_size > crate::ids::MAX_RANKS
         {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "decode rank {} of {} with {} pipeline stages must not pull from prefill rank \
-                     {} of {}",
-                    request.remote_tp_rank,
-                    request.remote_tp_size,
-                    request.remote_pp_size,
-                    self.rank.tp,
-                    self.settings.tp_size
-                ),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "decode rank {} of {} with {} pipeline stages must not pull from prefill rank {} \
+                 of {}",
+                request.remote_tp_rank,
+                request.remote_tp_size,
+                request.remote_pp_size,
+                self.rank.tp,
+                self.settings.tp_size
+            )));
         }
         let readers = readers.len() * request.remote_pp_size as usize;
         Ok((request, readers))

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::config::{BlockRelease, ConnectorKind, KvTransferConfig, RankNumbers, Role};
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::super::settings::{Settings, multi};
 use crate::ids::{Address, WorkerRank, bare, is_loopback};
@@ -97,10 +97,8 @@ impl Settings {
         }
         if config.connector() != Some(&ConnectorKind::Mooncake) {
             let name = config.kv_connector().unwrap_or("no connector").to_owned();
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("{name} is not MooncakeConnector; use Settings::from_config"),
-            ));
+            return Err(ErrorKind::Unsupported
+                .because(format!("{name} is not MooncakeConnector; use Settings::from_config")));
         }
         let (given, environment) = (config.mooncake(), config.environment());
         let older = !config.version().has_bootstrap_server();
@@ -135,15 +133,12 @@ impl Settings {
         {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "{} KV cache groups and {} pipeline stages: before vLLM 0.16 the MooncakeConnector \
-                 supports one of each; set kv_compat to 0.16 or later on both sides",
-                self.groups.len(),
-                self.pp_size
-            ),
-        ))
+        Err(ErrorKind::Unsupported.because(format!(
+            "{} KV cache groups and {} pipeline stages: before vLLM 0.16 the MooncakeConnector \
+             supports one of each; set kv_compat to 0.16 or later on both sides",
+            self.groups.len(),
+            self.pp_size
+        )))
     }
 }
 
@@ -152,6 +147,6 @@ fn external(text: &str) -> Result<Address> {
         let sentence = format!(
             "kv_connector_extra_config.bootstrap_server_address is {text:?}; it must be host:port"
         );
-        Error::new(ErrorKind::Invalid, sentence)
+        ErrorKind::Invalid.because(sentence)
     })
 }

@@ -72,8 +72,7 @@ impl MooncakeWorker {
     /// the protocol before vLLM 0.16 and it does not support the engine's sizes.
     pub fn new(settings: Settings, rank: WorkerRank, own: PullRequest) -> kvx_core::Result<Self> {
         let Some(mooncake) = settings.mooncake.clone() else {
-            return Err(kvx_core::Error::new(
-                kvx_core::ErrorKind::Invalid,
+            return Err(kvx_core::ErrorKind::Invalid.because(
                 "the settings are for a NixlConnector; set kv_connector to MooncakeConnector",
             ));
         };

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_core::{Error, ErrorKind};
+use kvx_core::ErrorKind;
 
 use super::super::action::{Action, Connection, Move, MoveId, MoveLists};
 use super::super::failure::{FailureKind, TransferFailure};
@@ -307,17 +307,15 @@ impl Worker {
         registration: PushRegistration,
     ) -> kvx_core::Result<()> {
         if self.settings.mode != TransferMode::Push {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
+            return Err(ErrorKind::Unsupported.because(
                 "received a push registration, but this engine does not push: set kv_connector of \
                  both engines to the same connector",
             ));
         }
         let missing = |key: &str| {
-            Error::new(
-                ErrorKind::Malformed,
-                format!("malformed push registration without {key}: its blocks are not pushed"),
-            )
+            ErrorKind::Malformed.because(format!(
+                "malformed push registration without {key}: its blocks are not pushed"
+            ))
         };
         let peer = RemoteEngine {
             engine: registration
@@ -342,13 +340,10 @@ impl Worker {
             .as_ref()
             .is_some_and(|allowed| !allowed.iter().any(|one| **one == **host))
         {
-            return Err(Error::new(
-                ErrorKind::PermissionDenied,
-                format!(
-                    "a push registration names the host {host:?}, which is not in \
-                     kv_connector_extra_config.allowed_hosts: add it there if it is your decode"
-                ),
-            ));
+            return Err(ErrorKind::PermissionDenied.because(format!(
+                "a push registration names the host {host:?}, which is not in \
+                 kv_connector_extra_config.allowed_hosts: add it there if it is your decode"
+            )));
         }
         let request = RequestId::from(registration.request_id);
         let served = (peer.engine.clone(), request.clone());
@@ -368,13 +363,10 @@ impl Worker {
             Registration { request: request.clone(), peer: Arc::new(peer), blocks, grants, until };
         let (count, bytes) = (self.pushes.registrations.len(), self.pushes.bytes);
         if count >= MAX_REGISTRATIONS || bytes + registration.bytes() > MAX_BYTES {
-            return Err(Error::new(
-                ErrorKind::Busy,
-                format!(
-                    "request {request} is not pushed: {count} push registrations of {bytes} bytes \
-                     already wait for a prefill; retry later"
-                ),
-            ));
+            return Err(ErrorKind::Busy.because(format!(
+                "request {request} is not pushed: {count} push registrations of {bytes} bytes \
+                 already wait for a prefill; retry later"
+            )));
         }
         self.pushes.add_registration(registration);
         self.push_matching(now, request.shared());

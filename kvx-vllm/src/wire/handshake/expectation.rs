@@ -1,6 +1,6 @@
 //! Checks of a peer's answer, in vLLM's order.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::{HandshakePayload, NixlAgentMetadata};
 use crate::Version;
@@ -72,50 +72,40 @@ impl Expectation {
     pub fn check(&self, payload: &[u8]) -> Result<NixlAgentMetadata> {
         let payload = HandshakePayload::decode(payload).map_err(|error| match error.kind() {
             ErrorKind::Unsupported => error,
-            _ => Error::new(
-                ErrorKind::Malformed,
-                format!(
-                    "{error}; the peer may speak another version than {}: set kv_compat to its version",
-                    self.version
-                ),
-            ),
+            _ => ErrorKind::Malformed.because(format!(
+                "{error}; the peer may speak another version than {}: set kv_compat to its version",
+                self.version
+            )),
         })?;
         if let Some(why) = &payload.refusal {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("the peer refuses the handshake: {why}"),
-            ));
+            return Err(
+                ErrorKind::Invalid.because(format!("the peer refuses the handshake: {why}"))
+            );
         }
         let (ours, theirs) = (&self.compatibility_hash, &payload.compatibility_hash);
         if self.enforce_handshake_compat && ours != theirs {
-            return Err(Error::new(
-                ErrorKind::Incompatible,
-                format!(
-                    "compatibility hash mismatch (here {:.8}, there {:.8}): {}; give both engines \
-                     the same",
-                    ours.as_str(),
-                    theirs.as_str(),
-                    self.difference(theirs)
-                ),
-            ));
+            return Err(ErrorKind::Incompatible.because(format!(
+                "compatibility hash mismatch (here {:.8}, there {:.8}): {}; give both engines the \
+                 same",
+                ours.as_str(),
+                theirs.as_str(),
+                self.difference(theirs)
+            )));
         }
         let metadata = NixlAgentMetadata::decode(&payload.agent_metadata_bytes, self.version)
             .map_err(|error| {
-                Error::new(
-                    ErrorKind::Malformed,
-                    format!("{error}; the peer's metadata is not that of {}", self.version),
-                )
+                ErrorKind::Malformed.because(format!(
+                    "{error}; the peer's metadata is not that of {}",
+                    self.version
+                ))
             })?;
         self.check_context_parallel(&metadata)?;
         if metadata.engine_id != self.engine_id {
-            return Err(Error::new(
-                ErrorKind::PeerRestarted,
-                format!(
+            return Err(ErrorKind::PeerRestarted.because(format!(
                     "engine id mismatch: expected {}, got {}; the prefill side has restarted, or its side channel \
                      host is the default and points to another machine: set VLLM_NIXL_SIDE_CHANNEL_HOST there",
                     self.engine_id, metadata.engine_id
-                ),
-            ));
+                )));
         }
         metadata.check_regions()?;
         Ok(metadata)
@@ -127,10 +117,8 @@ impl Expectation {
             self.pcp_size, self.dcp_size, peer.pcp_size, peer.dcp_size
         );
         let refused = |why| {
-            Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("{why}: {sizes}; give the engines compatible sizes"),
-            ))
+            Err(ErrorKind::Unsupported
+                .because(format!("{why}: {sizes}; give the engines compatible sizes")))
         };
         if peer.pcp_size > 1 && peer.dcp_size != 1 && peer.dcp_size != peer.pcp_size {
             return refused(

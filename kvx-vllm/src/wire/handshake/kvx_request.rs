@@ -1,6 +1,6 @@
 //! The handshake request between kvx decode and kvx prefill engines only.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::HandshakeRequest;
 use crate::ids::WorkerRank;
@@ -42,14 +42,11 @@ impl KvxChallenge {
                     nonce: nonce.try_into().expect("its length was checked"),
                 })
             }
-            [version, ..] if *version != Self::VERSION => Err(Error::new(
-                ErrorKind::Incompatible,
-                format!(
+            [version, ..] if *version != Self::VERSION => Err(ErrorKind::Incompatible.because(format!(
                     "the peer's kvx speaks version {version} of kvx's handshake extension, this one version 1: use compatible \
                      releases of kvx on both sides"
-                ),
-            )),
-            _ => Err(Error::new(ErrorKind::Malformed, "malformed kvx_challenge")),
+                ))),
+            _ => Err(ErrorKind::Malformed.because("malformed kvx_challenge")),
         }
     }
 }

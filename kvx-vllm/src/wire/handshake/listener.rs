@@ -100,10 +100,10 @@ impl Listener {
         let (_, request) = opened(frames)?;
         let request = match request {
             [one] => HandshakeRequest::decode(one.as_ref()),
-            several => Err(Error::new(
-                ErrorKind::Malformed,
-                format!("malformed handshake request: expected 1 frame, found {}", several.len()),
-            )),
+            several => Err(ErrorKind::Malformed.because(format!(
+                "malformed handshake request: expected 1 frame, found {}",
+                several.len()
+            ))),
         };
         self.answer_with(frames, now, request)
     }
@@ -146,10 +146,7 @@ impl Listener {
     fn payload(&self, request: HandshakeRequest) -> Result<Arc<[u8]>> {
         let rank = request.rank();
         if !request.pipeline_aware() && self.payloads.keys().any(|rank| rank.pp > 0) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "this engine has pipeline stages, but the request (of vLLM 0.25 or older) cannot name one",
-            ));
+            return Err(ErrorKind::Unsupported.because("this engine has pipeline stages, but the request (of vLLM 0.25 or older) cannot name one"));
         }
         if let Some(payload) = self.payloads.get(&rank) {
             return payload.clone();
@@ -161,13 +158,10 @@ impl Listener {
                 format!("the last worker of this engine is pp {} tp {}", last.pp, last.tp)
             }
         };
-        Err(Error::new(
-            ErrorKind::Invalid,
-            format!(
+        Err(ErrorKind::Invalid.because(format!(
                 "there is no worker pp {pp} tp {tp}: {known}; tp_size and pp_size in kv_transfer_params give the \
                  numbers of workers"
-            ),
-        ))
+            )))
     }
 }
 
@@ -198,7 +192,7 @@ impl<F: AsRef<[u8]>> Reply<'_, F> {
 /// Splits a message into the envelope to return, with its empty last frame, and the rest.
 fn opened<F: AsRef<[u8]>>(frames: &[F]) -> Result<(&[F], &[F])> {
     let unanswerable = |why: &str| {
-        Error::new(ErrorKind::Malformed, format!("a message that cannot be answered: {why}"))
+        ErrorKind::Malformed.because(format!("a message that cannot be answered: {why}"))
     };
     if frames.first().is_none_or(|identity| identity.as_ref().is_empty()) {
         return Err(unanswerable("it does not begin with an identity"));

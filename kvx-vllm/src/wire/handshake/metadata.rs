@@ -1,6 +1,6 @@
 //! The inner part of a handshake's answer: the memory of one worker.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::Version;
 use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
@@ -223,10 +223,8 @@ impl NixlAgentMetadata {
     pub fn check_regions(&self) -> Result<()> {
         let regions = self.regions();
         let bad = |why: String| {
-            Err(Error::new(
-                ErrorKind::Malformed,
-                format!("malformed {WHAT} of {}: {why}", self.engine_id),
-            ))
+            Err(ErrorKind::Malformed
+                .because(format!("malformed {WHAT} of {}: {why}", self.engine_id)))
         };
         let lists = [
             ("block_lens", Some(self.block_lens.len())),

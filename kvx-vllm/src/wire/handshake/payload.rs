@@ -1,7 +1,7 @@
 //! The outer part of a handshake's answer: a hash that is compared before the inner part is
 //! decoded.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::msgpack::{MsgpackReader, MsgpackWriter};
 use crate::wire::CompatibilityHash;
@@ -74,10 +74,11 @@ impl HandshakePayload {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         if fields.has_unknown("engine_id") && !fields.has("compatibility_hash") {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "the peer runs vLLM before 0.13, whose handshake has no compatibility hash; kvx supports vLLM 0.16 and \
-                 later: upgrade the peer",
+            return Err(ErrorKind::Unsupported.because(
+                "the peer runs vLLM before 0.13, whose \
+                                                       handshake has no compatibility hash; kvx \
+                                                       supports vLLM 0.16 and later: upgrade the \
+                                                       peer",
             ));
         }
         let text = |reader: &mut MsgpackReader<'_>, max| {

@@ -1,6 +1,6 @@
 //! The request of a handshake: for the metadata of one worker.
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use crate::Version;
 use crate::ids::WorkerRank;
@@ -37,13 +37,10 @@ impl HandshakeRequest {
     pub fn new(rank: WorkerRank, version: Version) -> Result<Self> {
         let pipeline_aware = version.asks_for_pipeline_rank();
         if rank.pp != 0 && !pipeline_aware {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "{version} has no handshake for pipeline rank {}: it supports stage 0 only",
-                    rank.pp
-                ),
-            ));
+            return Err(ErrorKind::Unsupported.because(format!(
+                "{version} has no handshake for pipeline rank {}: it supports stage 0 only",
+                rank.pp
+            )));
         }
         Ok(HandshakeRequest { rank, pipeline_aware })
     }
@@ -83,10 +80,7 @@ impl HandshakeRequest {
     /// Any other bytes, with a reason for the peer.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         if bytes == TAG {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "the request is from vLLM 0.11.0 or older, which has no ranks; kvx supports 0.16 and later: upgrade it",
-            ));
+            return Err(ErrorKind::Unsupported.because("the request is from vLLM 0.11.0 or older, which has no ranks; kvx supports 0.16 and later: upgrade it"));
         }
         let mut reader = MsgpackReader::new("handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;

@@ -86,19 +86,16 @@ impl Handshake {
         let mut left = Vec::new();
         for rank in workers {
             if rank.pp >= pp_size || rank.tp >= tp_size {
-                return Err(Error::new(
-                    ErrorKind::Invalid,
-                    format!(
+                return Err(ErrorKind::Invalid.because(format!(
                         "engine {} has {pp_size} x {tp_size} workers, but no pp {} tp {}; a request for it would end its \
                          listener",
                         expectation.engine_id, rank.pp, rank.tp
-                    ),
-                ));
+                    )));
             }
             left.push(HandshakeRequest::new(rank, expectation.version)?);
         }
         if left.is_empty() {
-            return Err(Error::new(ErrorKind::Invalid, "a handshake needs at least one worker"));
+            return Err(ErrorKind::Invalid.because("a handshake needs at least one worker"));
         }
         left.reverse();
         Ok(Handshake {
@@ -144,15 +141,12 @@ impl Handshake {
         match (self.answer_by(), self.left.last()) {
             (Some(by), Some(request)) if now.has_reached(by) => {
                 let WorkerRank { pp, tp } = request.rank();
-                self.over(Error::new(
-                    ErrorKind::TimedOut,
-                    format!(
+                self.over(ErrorKind::TimedOut.because(format!(
                         "the side channel of engine {} did not answer for worker pp {pp} tp {tp} within {:?}; it \
                          is down, \
                          or vLLM's listener has ended: restart the instance",
                         self.expectation.engine_id, self.limit
-                    ),
-                ))
+                    )))
             }
             _ => Ok(()),
         }
@@ -167,10 +161,9 @@ impl Handshake {
     pub fn received<F: AsRef<[u8]>>(&mut self, frames: &[F], now: Time) -> Result<()> {
         self.tick(now)?;
         let (Some(asked), Some(request)) = (self.asked, self.left.last().copied()) else {
-            return self.over(Error::new(
-                ErrorKind::Malformed,
-                "the side channel sent an answer without a request",
-            ));
+            return self.over(
+                ErrorKind::Malformed.because("the side channel sent an answer without a request"),
+            );
         };
         match self.read(frames, asked, now) {
             Ok((metadata, clock)) => {
@@ -194,10 +187,10 @@ impl Handshake {
     /// The handshake is not complete.
     pub fn finish(self) -> Result<HandshakenPeer> {
         if self.failed || !self.left.is_empty() {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("the handshake with engine {} is not complete", self.expectation.engine_id),
-            ));
+            return Err(ErrorKind::Invalid.because(format!(
+                "the handshake with engine {} is not complete",
+                self.expectation.engine_id
+            )));
         }
         Ok(self.peer)
     }
@@ -216,22 +209,19 @@ impl Handshake {
     ) -> Result<(NixlAgentMetadata, Option<ClockOffset>)> {
         let wanted = if self.expectation.version.asks_for_pipeline_rank() { 2 } else { 1 };
         let [payload, clock @ ..] = frames else {
-            return Err(Error::new(ErrorKind::Malformed, "malformed handshake answer: no frames"));
+            return Err(ErrorKind::Malformed.because("malformed handshake answer: no frames"));
         };
         // A refusal is reported even if the number of frames is wrong.
         let refused = HandshakePayload::decode(payload.as_ref())
             .is_ok_and(|payload| payload.refusal.is_some());
         if frames.len() != wanted && !refused {
-            return Err(Error::new(
-                ErrorKind::Malformed,
-                format!(
+            return Err(ErrorKind::Malformed.because(format!(
                     "malformed handshake answer: {} frames instead of {wanted}; the peer may speak another version \
                      than {}: set \
                      kv_compat to its version",
                     frames.len(),
                     self.expectation.version
-                ),
-            ));
+                )));
         }
         let metadata = self.expectation.check(payload.as_ref())?;
         let Some(clock) = clock.first() else { return Ok((metadata, None)) };

@@ -223,7 +223,7 @@ fn below_ranks(key: &str, rank: u32) -> Result<u32> {
 }
 
 fn malformed(why: &str) -> Error {
-    Error::new(ErrorKind::Malformed, format!("malformed message of a bootstrap server: {why}"))
+    ErrorKind::Malformed.because(format!("malformed message of a bootstrap server: {why}"))
 }
 
 #[cfg(test)]

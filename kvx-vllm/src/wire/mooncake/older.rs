@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::{PullRequest, PulledRequest};
 use crate::msgpack::{MsgpackReader, MsgpackWriter};
@@ -50,18 +50,17 @@ impl OlderPullRequest {
     ///
     /// `Unsupported` for blocks of several KV cache groups: a request has one list.
     pub fn plain(question: &PullRequest) -> Result<Self> {
-        let one_list = |wanted: &PulledRequest| match &wanted.block_ids[..] {
+        let one_list = |wanted: &PulledRequest| {
+            match &wanted.block_ids[..] {
             [] => Ok(Vec::new()),
             [blocks] => Ok(blocks.clone()),
-            several => Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
+            several => Err(ErrorKind::Unsupported.because(format!(
                     "the MooncakeConnector before vLLM 0.16 supports one KV cache group, but request {} has \
                      {}: set kv_compat to 0.16 or later on both sides",
                     wanted.request_id,
                     several.len()
-                ),
-            )),
+                ))),
+        }
         };
         Ok(OlderPullRequest {
             kv_caches_base_addr: question.kv_caches_base_addr.clone(),
@@ -100,7 +99,7 @@ impl OlderPullRequest {
     /// for a different number of regions.
     pub fn as_pull_request(self, own: &PullRequest) -> Result<PullRequest> {
         let malformed =
-            |why: String| Error::new(ErrorKind::Malformed, format!("malformed {WHAT}: {why}"));
+            |why: String| ErrorKind::Malformed.because(format!("malformed {WHAT}: {why}"));
         let (requests, lists) = (self.request_ids.len(), self.block_ids.len());
         if requests != lists {
             return Err(malformed(format!(
@@ -113,13 +112,10 @@ impl OlderPullRequest {
         }
         let (here, there) = (own.kv_caches_base_addr.len(), self.kv_caches_base_addr.len());
         if here != there && self.block_ids.iter().any(|blocks| !blocks.is_empty()) {
-            return Err(Error::new(
-                ErrorKind::Incompatible,
-                format!(
+            return Err(ErrorKind::Incompatible.because(format!(
                     "{here} regions at the prefill but {there} at the decode: the MooncakeConnector before vLLM 0.16 \
                      needs the same layout and the same tensor-parallel size on both sides"
-                ),
-            ));
+                )));
         }
         let pulled = |(request, blocks): (String, Vec<u32>)| PulledRequest {
             transfer_id: request.clone(),
@@ -224,7 +220,7 @@ impl OlderAnswer {
                 "malformed answer of {} bytes: neither trans_done nor trans_error",
                 bytes.len()
             );
-            Error::new(ErrorKind::Malformed, sentence)
+            ErrorKind::Malformed.because(sentence)
         })
     }
 }

@@ -4,7 +4,7 @@
 //! data, `|`. The order of the tags is fixed; lengths and numbers are little-endian.
 
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 const MAGIC: &[u8] = b"nixlSerDes|";
 /// The longest blob that is read or written, in bytes. Blobs usually have about 150 bytes per
@@ -143,12 +143,9 @@ impl NixlBlob {
         let backends = self.connections.iter().map(|(backend, _)| backend);
         let names = backends.chain(self.sections.iter().map(|section| &section.backend));
         if let Some(name) = names.chain([&self.agent]).find(|name| !is_name(name)) {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!(
+            return Err(ErrorKind::Invalid.because(format!(
                     "{name:?} is not a valid NIXL name: it must have 1 to {MAX_NAME} bytes, none of them 0"
-                ),
-            ));
+                )));
         }
         let mut out = MAGIC.to_vec();
         out.put_tagged("Agent", self.agent.as_bytes());
@@ -171,13 +168,10 @@ impl NixlBlob {
             }
         }
         if out.len() > MAX_BLOB {
-            return Err(Error::new(
-                ErrorKind::Exhausted,
-                format!(
-                    "{} bytes of NIXL metadata exceed the limit of {MAX_BLOB}: register fewer regions",
-                    out.len()
-                ),
-            ));
+            return Err(ErrorKind::Exhausted.because(format!(
+                "{} bytes of NIXL metadata exceed the limit of {MAX_BLOB}: register fewer regions",
+                out.len()
+            )));
         }
         Ok(out)
     }

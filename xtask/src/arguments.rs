@@ -26,7 +26,8 @@ pub(crate) enum Request {
     Test(TestOptions),
     /// Check that features build alone, and what the crates depend on
     Features,
-    /// Build each crate from its tarball, as users do, and run README's program; check deny.toml
+    /// Build each crate from its tarball, as users do, and run README's program; check deny.toml;
+    /// list the crates in the published files (SBOM)
     Package,
     /// Run kvx together with other inference engines; downloads and builds a lot
     Interop(Interop),

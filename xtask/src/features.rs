@@ -120,7 +120,7 @@ fn tree(arguments: &[&str], deadline: Deadline) -> Result<BTreeSet<String>> {
 }
 
 /// Parses lines `name vVERSION`; marks of repeated crates, paths and procedural macros may follow.
-fn tree_crates(output: &str) -> BTreeSet<String> {
+pub(crate) fn tree_crates(output: &str) -> BTreeSet<String> {
     let lines = output.lines().map(|line| line.split_whitespace());
     lines
         .filter_map(|mut words| {

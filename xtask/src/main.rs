@@ -19,6 +19,7 @@ mod package;
 mod peers;
 mod process;
 mod reliability;
+mod sbom;
 mod skips;
 mod spelling;
 mod test;

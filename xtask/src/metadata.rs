@@ -20,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) struct Metadata {
     pub(crate) packages: Vec<PackageMetadata>,
     pub(crate) target_directory: PathBuf,
-    workspace_root: PathBuf,
+    pub(crate) workspace_root: PathBuf,
 }
 
 /// A borrowed package of [`Metadata`].
@@ -76,6 +76,19 @@ pub(crate) fn artifacts(output: &str) -> impl Iterator<Item = Artifact> {
     output.lines().filter_map(|line| serde_json::from_str(line).ok())
 }
 
+/// Returns what the compiler prints with these options.
+pub(crate) fn rustc(options: &str) -> Result<String> {
+    let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
+    rustc.args(options.split(' '));
+    process::output_of(rustc, LIMIT)
+}
+
+/// Returns this machine's platform from the output of `rustc -vV`.
+pub(crate) fn host(version: &str) -> Result<&str> {
+    let host = version.lines().find_map(|line| line.strip_prefix("host: "));
+    Ok(host.ok_or("rustc -vV names no host")?)
+}
+
 /// A dependency of a package.
 #[derive(Deserialize)]
 pub(crate) struct Dependency {
@@ -98,20 +111,17 @@ impl Metadata {
     /// Loads the members with all their features, and every package that they need on this
     /// platform, for any purpose (normal, build, dev).
     pub(crate) fn of_everything() -> Result<Metadata> {
-        let mut rustc = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
-        rustc.arg("-vV");
-        let version = process::output_of(rustc, LIMIT)?;
-        let host = version.lines().find_map(|line| line.strip_prefix("host: "));
-        Metadata::load(&[
-            "--all-features",
-            "--filter-platform",
-            host.ok_or("rustc -vV names no host")?,
-        ])
+        Metadata::load(&["--all-features", "--filter-platform", host(&rustc("-vV")?)?])
     }
 
     fn load(arguments: &[&str]) -> Result<Metadata> {
         let all = ["metadata", "--format-version", "1"].iter().chain(arguments);
-        Ok(serde_json::from_str(&process::output_of(process::cargo(all.copied()), LIMIT)?)?)
+        Metadata::parse(process::cargo(all.copied()))
+    }
+
+    /// Runs a call of `cargo metadata` and parses its output.
+    pub(crate) fn parse(cargo: Command) -> Result<Metadata> {
+        Ok(serde_json::from_str(&process::output_of(cargo, LIMIT)?)?)
     }
 
     /// Returns the package at the root of the workspace: the facade.

@@ -1,4 +1,5 @@
-//! `cargo xtask package`: builds the crates as users do. cargo reports which crates are published.
+//! `cargo xtask package`: builds the crates as users do, and lists the crates in the published
+//! files. cargo reports which crates are published.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,6 +10,7 @@ use serde_json::Value;
 
 use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
+use crate::sbom::Packages;
 use crate::skips;
 use crate::{Result, all_held, install, root};
 
@@ -39,6 +41,10 @@ pub(crate) fn run() -> Result<bool> {
         return Ok(all_held(failures)); // wrong manifests make the builds meaningless
     }
     let folder = everything.target_directory.join("xtask/package");
+    let cargo = |line: &str| process::cargo(line.split(' '));
+    let packages = Packages::load(&cargo)?;
+    let to_compile = |package: &str| packages.to_compile(package);
+    failures.extend(packages.write_lists(&folder.join("sbom"), to_compile)?);
     tarballs(&everything, &folder, deadline)?;
     failures.extend(compile_alone(&everything, &folder, deadline)?);
     for (what, features) in CHOICES {

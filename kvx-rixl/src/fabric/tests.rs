@@ -196,7 +196,8 @@ fn a_request_of_a_link_that_is_gone_is_not_released_in_progress() {
 
 #[test]
 fn what_was_begun_before_a_refusal_ends_with_a_broken_connection_alone() {
-    let may_continue = |status, kind| NixlFabric::may_continue(status, &kind.because("refused"));
+    let may_continue =
+        |status, kind: ErrorKind| NixlFabric::may_continue(status, &kind.because("refused"));
     assert!(may_continue(Status::BACKEND, ErrorKind::Native));
     assert!(
         !may_continue(Status::BACKEND, ErrorKind::PeerLost),

@@ -335,6 +335,8 @@ pub struct Blocks<R> {
 }
 
 #[cfg(test)]
+mod exhaustive;
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -232,6 +232,8 @@ impl Extents {
 }
 
 #[cfg(test)]
+mod exhaustive;
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::Grid;

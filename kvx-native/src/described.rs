@@ -251,6 +251,8 @@ impl Described {
 }
 
 #[cfg(test)]
+mod exhaustive;
+#[cfg(test)]
 mod tests {
     use super::*;
 

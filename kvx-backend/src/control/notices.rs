@@ -174,6 +174,8 @@ impl NoticesFromPeer {
 }
 
 #[cfg(test)]
+mod exhaustive;
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -135,6 +135,8 @@ impl Opener {
 }
 
 #[cfg(test)]
+mod exhaustive;
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::NoiseHandshake;

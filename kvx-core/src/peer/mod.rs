@@ -73,10 +73,11 @@ impl Peer {
         }
     }
 
-    /// Returns a range of a foreign agent's memory, by address. kvx cannot check the range.
+    /// Returns a range of a foreign agent's memory, by address. kvx cannot check whether the agent
+    /// has registered the range.
     ///
     /// # Errors
-    /// `Invalid` if the peer is a kvx agent.
+    /// `Invalid` if the peer is a kvx agent; `OutOfBounds` if the range passes the last address.
     pub fn foreign(
         &self,
         address: u64,
@@ -87,6 +88,12 @@ impl Peer {
         if matches!(self.0.about(), About::Kvx(_)) {
             return Err(ErrorKind::Invalid
                 .because("this peer is a kvx agent: name its region instead of an address"));
+        }
+        if address.checked_add(len).is_none() {
+            return Err(ErrorKind::OutOfBounds.because(format!(
+                "a range of {len} bytes from address {address:#x} passes the last address: take \
+                 both from the same agent's description of its memory"
+            )));
         }
         let range = ForeignRange { address, len, kind, device };
         Ok(PeerRegion::new(self.0.identity.clone(), What::Foreign(range)))

@@ -215,7 +215,7 @@ pub(super) mod tests {
     use super::*;
 
     /// The point whose line `BESIDE.md` has.
-    pub(in crate::bench) fn point() -> Point {
+    pub(crate) fn point() -> Point {
         let shape =
             Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
         let (op, memory, wait) = (BenchOp::Read, Backing::Kvx, Wait::Block);

@@ -51,7 +51,7 @@ impl MooncakeWorker {
         Ok(Listed { tp_size, pp_size: 1, is_kvx, workers, used: now })
     }
 
-    /// Handles a pull in the form before vLLM 0.16, as [`asked_for`](Self::asked_for) does.
+    /// Handles a pull in the form before vLLM 0.16, as [`asked`](Self::asked) does.
     ///
     /// # Errors
     ///

@@ -114,12 +114,11 @@ fn result(answer: &str, bytes: u64) -> Option<Round> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::points::tests::point;
     use super::*;
 
     #[test]
     fn the_announcement_is_the_documented_one() {
-        let line = announcement(&point());
+        let line = announcement(&Point::of_the_document());
         assert!(include_str!("../../BESIDE.md").contains(&line), "{line}");
     }
 

@@ -262,7 +262,6 @@ impl<'a> Output<'a> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::points::tests::point;
     use super::*;
 
     fn rounds(seconds: f64) -> Vec<Round> {
@@ -280,7 +279,7 @@ mod tests {
             cpu_seconds: 0.006,
             verified: true,
         };
-        Figures::of(&point(), &measured).unwrap()
+        Figures::of(&Point::of_the_document(), &measured).unwrap()
     }
 
     #[test]

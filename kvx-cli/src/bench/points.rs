@@ -211,16 +211,19 @@ pub(crate) fn lists(block: u64, count: u32, pool: u64) -> u32 {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-
-    /// The point whose line `BESIDE.md` has.
-    pub(crate) fn point() -> Point {
+impl Point {
+    /// Returns the point whose line `BESIDE.md` has.
+    pub(crate) fn of_the_document() -> Self {
         let shape =
             Shape { block: 4096, count: 1024, lists: 64, pattern: Pattern::Scattered, seed: 1 };
         let (op, memory, wait) = (BenchOp::Read, Backing::Kvx, Wait::Block);
         Point { backend: "SHM", op, shape, memory, wait }
     }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
 
     /// `BESIDE.md` has these numbers, so that other programs can be checked against them.
     #[test]

@@ -114,13 +114,34 @@ impl Child {
         }
     }
 
-    /// Stops the child with SIGSTOP, until it is killed.
+    /// Stops the child with SIGSTOP until it is killed, and waits until all its threads have
+    /// stopped.
     #[cfg(all(feature = "serve", feature = "proxy"))]
     pub(crate) fn stop(&self) -> Result<()> {
+        let pid = self.process.id();
         // SAFETY: plain system call. The process is not reaped, so the id is still its own.
-        match unsafe { libc::kill(self.process.id().cast_signed(), libc::SIGSTOP) } {
-            0 => Ok(()),
-            _ => Err(std::io::Error::last_os_error().into()),
+        if unsafe { libc::kill(pid.cast_signed(), libc::SIGSTOP) } != 0 {
+            return Err(std::io::Error::last_os_error().into());
+        }
+        let within = Duration::from_secs(10);
+        let until = Instant::now() + within;
+        // The kernel reports a stop once the last thread has stopped. WNOWAIT leaves an exit to
+        // `wait_for_exit`.
+        let events = libc::WSTOPPED | libc::WEXITED | libc::WNOWAIT | libc::WNOHANG;
+        loop {
+            // SAFETY: siginfo_t consists of integers and pointers, for which zeros are valid.
+            let mut event: libc::siginfo_t = unsafe { std::mem::zeroed() };
+            // SAFETY: plain system call, which writes into `event` only.
+            if unsafe { libc::waitid(libc::P_PID, pid, &raw mut event, events) } != 0 {
+                return Err(std::io::Error::last_os_error().into());
+            }
+            if event.si_signo == libc::SIGCHLD {
+                return Ok(());
+            }
+            if Instant::now() >= until {
+                return Err(format!("{} did not stop within {within:?}", self.name).into());
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 

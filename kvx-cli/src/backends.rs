@@ -448,6 +448,13 @@ mod tests {
     }
 
     #[test]
+    fn long_texts_are_wrapped_between_words() {
+        let wrapped = |text: &str| wrap(text.split_whitespace(), 5, "");
+        assert_eq!(wrapped("a bc  def ghijkl m"), ["a bc", "def", "ghijkl", "m"]);
+        assert_eq!(wrapped(""), [""]);
+    }
+
+    #[test]
     fn details_are_wrapped_and_the_default_choice_is_in_the_order_of_preference() {
         let wrapped = |text: &str| wrap(words(text), WIDTH, "  ");
         let lines = wrapped(&"word ".repeat(30));

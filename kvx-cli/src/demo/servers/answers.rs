@@ -249,13 +249,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn long_texts_are_wrapped_between_words() {
-        let wrapped = |text: &str| wrap(text.split_whitespace(), 5, "");
-        assert_eq!(wrapped("a bc  def ghijkl m"), ["a bc", "def", "ghijkl", "m"]);
-        assert_eq!(wrapped(""), [""]);
-    }
-
-    #[test]
     fn a_prompt_that_was_computed_again_is_an_error() {
         let answered = |not_computed| StreamedAnswer {
             prompt_tokens: 49,

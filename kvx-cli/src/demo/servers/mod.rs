@@ -76,8 +76,9 @@ fn introduce(arguments: &Arguments, screen: &mut Screen<'_>) -> Result<()> {
     match &arguments.model {
         Some(model) => screen.line(format_args!("The model is {}.", model.display())),
         None => screen.line(format_args!(
-            "The model has 1.5 million weights and was trained on Jane Austen's novels, of which it continues\n\
-             a chapter as well. It writes words, seldom sense."
+            "The model has 1.5 million parameters and was trained on Jane Austen's novels. It\n\
+             writes English words that seldom make sense. The last text that it continues is a\n\
+             chapter of these novels."
         )),
     }
 }

@@ -1,4 +1,4 @@
-//! The model that the demo serves: its own, which writes words, or the user's.
+//! The model that the demo serves: its own, which writes English words, or the user's.
 
 use std::fs::DirBuilder;
 use std::os::unix::fs::DirBuilderExt as _;

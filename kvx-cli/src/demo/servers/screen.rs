@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::Result;
 
-/// The most letters of a line of generated text, unless a piece is longer.
+/// The width of generated text in characters, which only a piece without a space exceeds.
 const WIDTH: usize = 98;
 
 /// The format of the output.
@@ -25,7 +25,7 @@ pub(super) struct Screen<'a> {
     format: Format,
     /// The beginning of the line that is being written.
     label: String,
-    /// The letters that this line has so far.
+    /// The number of characters in this line so far.
     column: usize,
 }
 
@@ -80,8 +80,8 @@ impl<'a> Screen<'a> {
         Ok(())
     }
 
-    /// Continues the line with generated text, or begins another one if the text is a word that
-    /// exceeds the width. Control characters are escaped.
+    /// Continues the line with a piece of generated text. A piece that exceeds the width and begins
+    /// with a space goes on a new line. Control characters are escaped.
     pub(super) fn piece(&mut self, text: &str) -> Result<()> {
         if self.format == Format::Json {
             return Ok(());

@@ -201,8 +201,8 @@ impl NixlPeer {
         match holding.next() {
             Some((base, (_, region))) => Ok((region.clone(), address - base)),
             None => Err(ErrorKind::Unregistered.because(format!(
-                "agent {} has registered no {len} bytes at {address:#x}: if it has since, \
-                     update the peer with its newer metadata",
+                "agent {} has registered no {len} bytes at {address:#x}: if it has since, update \
+                 the peer with its newer metadata",
                 self.peer.identity().name
             ))),
         }

@@ -45,8 +45,9 @@ impl Config {
         };
         if plugin.is_empty() || !plugin.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') {
             return Err(ErrorKind::Invalid.because(format!(
-                    "option \"rixl.plugin\" is {plugin:?}; write the name of a plugin of NIXL, such as UCX"
-                )));
+                "option \"rixl.plugin\" is {plugin:?}; write the name of a plugin of NIXL, such \
+                 as UCX"
+            )));
         }
         let progress_thread = table.flag("progress_thread")?.unwrap_or(plugin != WITHOUT_THREAD);
         Ok(Config {

@@ -64,10 +64,10 @@ impl RegisteredRanges {
             && let Some(other) = registered.keys().find(|other| other.overlaps(&range))
         {
             return Err(ErrorKind::Unsupported.because(format!(
-                    "the region overlaps another of {} bytes at {:#x}, and NIXL cannot distinguish them: register the \
-                     whole range once, and use grids on it",
-                    other.len, other.address
-                )));
+                "the region overlaps another of {} bytes at {:#x}, and NIXL cannot distinguish \
+                 them: register the whole range once, and use grids on it",
+                other.len, other.address
+            )));
         }
         let agent = locked.as_ref().ok_or_else(closed)?;
         let is_new = !registered.contains_key(&range);
@@ -96,7 +96,10 @@ impl RegisteredRanges {
         let mut registered = self.registered.lock();
         let Some(uses) = registered.get_mut(range) else { return Ok(Unregister::Now) };
         if uses.is_published {
-            return Err(ErrorKind::StillShared.because("a foreign agent has the metadata of this memory, and NIXL cannot revoke its access"));
+            return Err(ErrorKind::StillShared.because(
+                "a foreign agent has the metadata of this memory, and NIXL cannot revoke its \
+                 access",
+            ));
         }
         uses.regions = uses.regions.saturating_sub(1);
         if uses.regions == 0 {

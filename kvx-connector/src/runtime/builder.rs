@@ -194,11 +194,9 @@ impl ConnectorBuilder {
         let writes = settings.mode == TransferMode::Push || settings.mooncake.is_some();
         if self.config.nixl().kvx_digest && writes {
             return Err(ErrorKind::Unsupported.because(
-                "kvx_digest is for NixlConnector, where the \
-                                                       decode reads: other connectors write \
-                                                       without digests; take kvx_digest out of \
-                                                       kv_connector_extra_config, or write \
-                                                       NixlConnector",
+                "kvx_digest is for NixlConnector, where the decode reads: other connectors write \
+                 without digests; take kvx_digest out of kv_connector_extra_config, or write \
+                 NixlConnector",
             ));
         }
         let (secret, sizes) = (Secret::from_environment()?, (self.data_parallel, tp_size));

@@ -94,12 +94,12 @@ impl RegisteredCaches {
         match self.regions.iter().find(|region| lies_in(region.memory())) {
             Some(memory) => Ok((memory, held.base - memory.memory().address())),
             None => Err(ErrorKind::Invalid.because(format!(
-                    "region {region} of the caches ({:#x} to {end:#x}, layer {}) lies in none of the {} pieces of \
-                     memory: pass Rank::register all memory that holds the caches",
-                    held.base,
-                    held.layers.first().map_or("without a name", |name| &**name),
-                    self.regions.len()
-                ))),
+                "region {region} of the caches ({:#x} to {end:#x}, layer {}) lies in none of the \
+                 {} pieces of memory: pass Rank::register all memory that holds the caches",
+                held.base,
+                held.layers.first().map_or("without a name", |name| &**name),
+                self.regions.len()
+            ))),
         }
     }
 

@@ -186,9 +186,10 @@ impl DensePool {
         let mut free = self.0.free.lock();
         let Some(rest) = free.len().checked_sub(count) else {
             return Err(ErrorKind::Busy.because(format!(
-                    "{count} blocks for {tokens} tokens, {} are free: wait for a release, or make the pool larger",
-                    free.len()
-                )));
+                "{count} blocks for {tokens} tokens, {} are free: wait for a release, or make \
+                 the pool larger",
+                free.len()
+            )));
         };
         let blocks = free.split_off(rest);
         Ok(DenseBlocks { pool: self.clone(), blocks })
@@ -336,7 +337,10 @@ impl Prefill<'_> {
         views: &[[DenseView<'_>; 2]],
     ) -> Result<(DenseLease, TransferParams)> {
         if self.mode() == TransferMode::Push {
-            return Err(ErrorKind::Unsupported.because("NixlPushConnector cannot push blocks of a dense pool: set kv_connector to NixlConnector"));
+            return Err(ErrorKind::Unsupported.because(
+                "NixlPushConnector cannot push blocks of a dense pool: set kv_connector to \
+                 NixlConnector",
+            ));
         }
         let blocks = pool.save(tokens, views)?;
         let tokens = u32::try_from(tokens).map_err(|_| {

@@ -266,10 +266,10 @@ fn no_digests(peer: &RemoteEngine, worker: &LinkedWorker) -> Error {
         .as_ref()
         .map_or_else(String::new, |why| format!(" (reached as a NIXL agent: {why})"));
     ErrorKind::Incompatible.because(format!(
-            "kvx_digest is set here, and engine {} publishes no digests of its blocks{why}: set kvx_digest in its \
-             kv_connector_extra_config too if it runs kvx, or remove it here",
-            peer.engine
-        ))
+        "kvx_digest is set here, and engine {} publishes no digests of its blocks{why}: set \
+         kvx_digest in its kv_connector_extra_config too if it runs kvx, or remove it here",
+        peer.engine
+    ))
 }
 
 /// Waits until the link of a peer is up.

@@ -21,10 +21,10 @@ impl Connector {
         }
         let Settings { tp_size, pp_size, .. } = self.settings();
         Err(ErrorKind::Invalid.because(format!(
-                "there is no worker pp {} tp {}: the connector was built for {pp_size} x {tp_size}, see \
-                 ConnectorBuilder::workers",
-                rank.pp, rank.tp
-            )))
+            "there is no worker pp {} tp {}: the connector was built for {pp_size} x {tp_size}, \
+             see ConnectorBuilder::workers",
+            rank.pp, rank.tp
+        )))
     }
 }
 

@@ -37,8 +37,9 @@ impl Scratch {
             Ok(permit) => permit.expect("nobody closes it").forget(),
             Err(_) => {
                 return Err(ErrorKind::Busy.because(format!(
-                        "{SLOTS} reads of peers' generations and digests are under way, and none has ended within {limit:?}"
-                    )));
+                    "{SLOTS} reads of peers' generations and digests are under way, and none has \
+                     ended within {limit:?}"
+                )));
             }
         }
         let slot = self.free.lock().pop().expect("there are as many slots as permits");

@@ -190,17 +190,18 @@ impl State {
         };
         if blocks.groups().len() != groups {
             return Err(ErrorKind::Invalid.because(format!(
-                    "{} lists of blocks, and the connector was built for {groups} KV cache groups: give a list for \
-                     each, or call ConnectorBuilder::groups",
-                    blocks.groups().len()
-                )));
+                "{} lists of blocks, and the connector was built for {groups} KV cache groups: \
+                 give a list for each, or call ConnectorBuilder::groups",
+                blocks.groups().len()
+            )));
         }
         for (group, list) in blocks.groups().iter().enumerate() {
             let count = pool.of_group(group);
             if let Some(beyond) = list.iter().find(|block| **block >= count) {
                 return Err(ErrorKind::OutOfBounds.because(format!(
-                        "block {beyond} of KV cache group {group}: the registered caches have {count} blocks"
-                    )));
+                    "block {beyond} of KV cache group {group}: the registered caches have \
+                     {count} blocks"
+                )));
             }
         }
         Ok(())

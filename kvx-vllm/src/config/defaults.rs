@@ -109,7 +109,10 @@ impl Version {
             let names = Version::ALL.map(Version::as_str);
             let hint = Version::hint(value);
             let known = names.map(|name| format!("\"{name}\"")).join(", ");
-            ErrorKind::Invalid.because(format!("kv_compat is {value}; write the version of vLLM whose defaults apply: {known}{hint}"))
+            ErrorKind::Invalid.because(format!(
+                "kv_compat is {value}; write the version of vLLM whose defaults apply: \
+                 {known}{hint}"
+            ))
         })
     }
 }

@@ -176,8 +176,9 @@ pub(super) fn object(text: &str) -> Result<Map<String, Value>> {
     match json(text)? {
         Value::Object(object) => Ok(object),
         other => Err(ErrorKind::Invalid.because(format!(
-                "the KV transfer configuration is {other}; write an object: {{\"kv_connector\": \"NixlConnector\", …}}"
-            ))),
+            "the KV transfer configuration is {other}; write an object: {{\"kv_connector\": \
+             \"NixlConnector\", …}}"
+        ))),
     }
 }
 

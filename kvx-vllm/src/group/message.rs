@@ -382,9 +382,10 @@ fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> 
     match bytes.len() <= MAX_MESSAGE {
         true => Ok(bytes),
         false => Err(ErrorKind::Exhausted.because(format!(
-                "a message of {} bytes between an engine and its rank exceeds the limit of {MAX_MESSAGE}",
-                bytes.len()
-            ))),
+            "a message of {} bytes between an engine and its rank exceeds the limit of \
+             {MAX_MESSAGE}",
+            bytes.len()
+        ))),
     }
 }
 

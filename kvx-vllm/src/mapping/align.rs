@@ -54,9 +54,9 @@ impl Units {
         let known = 1..=MAX_UNITS;
         if !known.contains(&consumer) || !known.contains(&producer) || tokens == 0 {
             return Err(ErrorKind::Invalid.because(format!(
-                    "blocks of {consumer} and {producer} units of {tokens} tokens: a block has 1 to {MAX_UNITS} units, \
-                     a unit at least 1 token"
-                )));
+                "blocks of {consumer} and {producer} units of {tokens} tokens: a block has 1 to \
+                 {MAX_UNITS} units, a unit at least 1 token"
+            )));
         }
         Ok(Units { consumer, producer, tokens })
     }
@@ -97,9 +97,9 @@ impl Units {
         let (listed, offered) = (len(consumer)?, len(producer)?);
         let too_short = || {
             ErrorKind::OutOfBounds.because(format!(
-                    "{consumer} blocks to fill, but the producer's list of {producer} does not reach that far \
-                     (units per block: {own} and {theirs})"
-                ))
+                "{consumer} blocks to fill, but the producer's list of {producer} does not reach \
+                 that far (units per block: {own} and {theirs})"
+            ))
         };
         let (producer_end, wanted_end) = match tokens {
             None => (offered * theirs, offered * theirs),

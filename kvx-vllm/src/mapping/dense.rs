@@ -130,9 +130,9 @@ fn runs(
         && heads.checked_mul(block_tokens).and_then(|all| all.checked_mul(content)) == Some(block);
     if !fits {
         return Err(ErrorKind::Invalid.because(format!(
-                "tokens {tokens:?} of a tensor of {tensor} bytes, {dense:?}, do not fit a block of {block} \
-                 bytes, {rows:?}"
-            )));
+            "tokens {tokens:?} of a tensor of {tensor} bytes, {dense:?}, do not fit a block of \
+             {block} bytes, {rows:?}"
+        )));
     }
     let (head_step, token_step) = if rows.heads_before_tokens {
         (block_tokens * content, content)

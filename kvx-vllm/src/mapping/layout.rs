@@ -143,8 +143,9 @@ impl LayoutMatch {
             (false, ..) => "only LBHNC can be received into LBNHC: give both sides the same layout",
         };
         Err(ErrorKind::Incompatible.because(format!(
-                "the KV cache layouts differ: {consumer} at the consumer, {producer} at the producer; {why}"
-            )))
+            "the KV cache layouts differ: {consumer} at the consumer, {producer} at the \
+             producer; {why}"
+        )))
     }
 }
 

@@ -24,20 +24,21 @@ pub fn check_block_length(
     let (own, theirs) = (heads.per_rank(consumer_size), heads.per_rank(producer_size));
     if matches!(heads, Heads::Sharded(_)) && producer_size > consumer_size && ratio != 1 {
         return Err(ErrorKind::Incompatible.because(format!(
-                "the consumer's blocks have {ratio} times the producer's tokens, with {producer_size} producer ranks to \
-                 {consumer_size} consumer ranks: give both sides the same block size"
-            )));
+            "the consumer's blocks have {ratio} times the producer's tokens, with \
+             {producer_size} producer ranks to {consumer_size} consumer ranks: give both sides \
+             the same block size"
+        )));
     }
     let expected = u128::from(consumer_len) * u128::from(theirs);
     if u128::from(producer_len) * u128::from(own) * u128::from(ratio) == expected {
         return Ok(());
     }
     Err(ErrorKind::Incompatible.because(format!(
-            "blocks of {consumer_len} bytes at the consumer and {producer_len} at the producer do not match: with \
-             {own} and {theirs} heads per rank ({consumer_size} and {producer_size} ranks) and {ratio} producer \
-             blocks to one, the producer's must have {}",
-            exactly(expected, u128::from(own) * u128::from(ratio))
-        )))
+        "blocks of {consumer_len} bytes at the consumer and {producer_len} at the producer do \
+         not match: with {own} and {theirs} heads per rank ({consumer_size} and {producer_size} \
+         ranks) and {ratio} producer blocks to one, the producer's must have {}",
+        exactly(expected, u128::from(own) * u128::from(ratio))
+    )))
 }
 
 fn exactly(bytes: u128, of: u128) -> String {

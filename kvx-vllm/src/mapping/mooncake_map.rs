@@ -239,7 +239,10 @@ pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
     told.forget_layout();
     for region in local.geometry().regions() {
         let RegionGroup::Of(group) = region.group else {
-            return Err(ErrorKind::Unsupported.because("layers of several KV cache groups share memory: kvx's MooncakeConnector does not support that"));
+            return Err(ErrorKind::Unsupported.because(
+                "layers of several KV cache groups share memory: kvx's MooncakeConnector does \
+                 not support that",
+            ));
         };
         told.kv_caches_base_addr.push(region.base);
         told.block_lens.push(region.block_stride);

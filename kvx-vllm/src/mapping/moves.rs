@@ -156,10 +156,11 @@ impl PeerMap {
         let nothing = lists.local.iter().all(Indices::is_empty);
         if !nothing && (lists.local.len() != groups || lists.remote.len() != groups) {
             return Err(ErrorKind::Invalid.because(format!(
-                    "block lists for {} local and {} remote KV cache groups, but the model has {groups}",
-                    lists.local.len(),
-                    lists.remote.len()
-                )));
+                "block lists for {} local and {} remote KV cache groups, but the model has \
+                 {groups}",
+                lists.local.len(),
+                lists.remote.len()
+            )));
         }
         let mut moves = Moves::default();
         let mut grouped = Vec::with_capacity(groups);

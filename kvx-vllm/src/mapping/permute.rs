@@ -40,10 +40,11 @@ pub fn permute_axes(
         && order.iter().all(|at| *at < shape.len() && !std::mem::replace(&mut seen[*at], true));
     if !permutes || bytes != Some(input.len()) || input.len() != output.len() {
         return Err(ErrorKind::Invalid.because(format!(
-                "cannot permute {} bytes of shape {shape:?} and element size {element} in the order {order:?} into {} bytes",
-                input.len(),
-                output.len()
-            )));
+            "cannot permute {} bytes of shape {shape:?} and element size {element} in the order \
+             {order:?} into {} bytes",
+            input.len(),
+            output.len()
+        )));
     }
     if input.is_empty() {
         return Ok(());
@@ -171,12 +172,12 @@ impl Finishing {
             || filled.start > filled.end
         {
             return Err(ErrorKind::Invalid.because(format!(
-                    "a block of {} bytes with sub-blocks {filled:?} filled, but blocks have {} bytes in {} \
-                     sub-blocks",
-                    block.len(),
-                    part_len * self.parts,
-                    self.ratio
-                )));
+                "a block of {} bytes with sub-blocks {filled:?} filled, but blocks have {} bytes \
+                 in {} sub-blocks",
+                block.len(),
+                part_len * self.parts,
+                self.ratio
+            )));
         }
         let ratio = self.ratio as usize;
         let tokens = sub_block_tokens(shape, ratio)?;

@@ -44,9 +44,9 @@ impl RegionPair {
         )?;
         if self.heads.per_rank(own_size) != self.heads.per_rank(their_size) && !self.contiguous {
             return Err(ErrorKind::Incompatible.because(format!(
-                    "{own_size} and {their_size} ranks divide its blocks by heads, which only a layout with heads \
-                     before tokens allows: use LBHNC"
-                )));
+                "{own_size} and {their_size} ranks divide its blocks by heads, which only a \
+                 layout with heads before tokens allows: use LBHNC"
+            )));
         }
         let sources = mapping.attention_sources();
         let Some(slot) = sources.iter().position(|rank| *rank == source) else {

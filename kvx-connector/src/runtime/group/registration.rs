@@ -38,10 +38,11 @@ pub(super) fn give_generations(
     let known = publication.pool.as_ref().map(PoolBlocks::most).filter(|_| !first);
     if let Some(known) = known.filter(|known| *known != blocks.most()) {
         return Err(ErrorKind::Invalid.because(format!(
-                "{} has {} logical blocks, another rank of this engine {known}: give all of them the same",
-                rank_name(rank),
-                blocks.most()
-            )));
+            "{} has {} logical blocks, another rank of this engine {known}: give all of them the \
+             same",
+            rank_name(rank),
+            blocks.most()
+        )));
     }
     remote.expect_caches()?;
     if let Some(fresh) = fresh {

@@ -75,10 +75,10 @@ pub(super) fn same_user(socket: &UnixStream) -> Result<i32> {
     let own = rustix::process::geteuid().as_raw();
     if other.uid() != own {
         return Err(ErrorKind::Authentication.because(format!(
-                "the process at the other end of the socket runs as user {}, this one as user {own}: an engine and its \
-                 ranks have to run as one user",
-                other.uid()
-            )));
+            "the process at the other end of the socket runs as user {}, this one as user {own}: \
+             an engine and its ranks have to run as one user",
+            other.uid()
+        )));
     }
     Ok(other.pid().unwrap_or(0))
 }

@@ -161,12 +161,12 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener> {
     let address = addresses[0];
     TcpListener::bind(address).await.map_err(|error| match error.kind() {
         std::io::ErrorKind::AddrInUse => ErrorKind::Exhausted.because(format!(
-                "port {} of {} is taken, so a MooncakeConnector cannot listen there; another prefill may have it: set \
-                 VLLM_MOONCAKE_BOOTSTRAP_PORT to a free one, or, if it has a bootstrap server, \
-                 kv_connector_extra_config.bootstrap_server_address to its address",
-                address.port(),
-                address.ip()
-            )),
+            "port {} of {} is taken, so a MooncakeConnector cannot listen there; another prefill \
+             may have it: set VLLM_MOONCAKE_BOOTSTRAP_PORT to a free one, or, if it has a \
+             bootstrap server, kv_connector_extra_config.bootstrap_server_address to its address",
+            address.port(),
+            address.ip()
+        )),
         std::io::ErrorKind::AddrNotAvailable => foreign(&error),
         _ => Error::os(format!("a MooncakeConnector cannot listen at {address}"), error),
     })

@@ -111,9 +111,9 @@ impl SideClient {
             // metadata of the first.
             if standing.replace(this).is_some_and(|before| before != this) {
                 return Err(ErrorKind::Malformed.because(format!(
-                        "malformed handshake answers of engine {engine}: some of its workers are kvx's and some are \
-                         not: use the same connector for all of them"
-                    )));
+                    "malformed handshake answers of engine {engine}: some of its workers are \
+                     kvx's and some are not: use the same connector for all of them"
+                )));
             }
             // Without a secret the first answer is complete, unless it is a refusal meant for vLLM.
             if let Some(challenge) = challenge

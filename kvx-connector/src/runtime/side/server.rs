@@ -190,11 +190,12 @@ async fn busy(taken: SocketAddr, ports: usize) -> Error {
     }
     let free = free.map_or("a free port".to_owned(), |free| format!("a free port, such as {free}"));
     ErrorKind::Exhausted.because(format!(
-            "port {} of {} is taken, so the side channel cannot listen there; another engine may have it: set \
-             VLLM_NIXL_SIDE_CHANNEL_PORT to {free} (data-parallel ranks use the ports after it)",
-            taken.port(),
-            taken.ip()
-        ))
+        "port {} of {} is taken, so the side channel cannot listen there; another engine may \
+         have it: set VLLM_NIXL_SIDE_CHANNEL_PORT to {free} (data-parallel ranks use the ports \
+         after it)",
+        taken.port(),
+        taken.ip()
+    ))
 }
 
 /// The state of a connection: a challenge for one question, and a refusal that is not logged yet.

@@ -102,10 +102,11 @@ impl Expectation {
         self.check_context_parallel(&metadata)?;
         if metadata.engine_id != self.engine_id {
             return Err(ErrorKind::PeerRestarted.because(format!(
-                    "engine id mismatch: expected {}, got {}; the prefill side has restarted, or its side channel \
-                     host is the default and points to another machine: set VLLM_NIXL_SIDE_CHANNEL_HOST there",
-                    self.engine_id, metadata.engine_id
-                )));
+                "engine id mismatch: expected {}, got {}; the prefill side has restarted, or its \
+                 side channel host is the default and points to another machine: set \
+                 VLLM_NIXL_SIDE_CHANNEL_HOST there",
+                self.engine_id, metadata.engine_id
+            )));
         }
         metadata.check_regions()?;
         Ok(metadata)

@@ -42,10 +42,12 @@ impl KvxChallenge {
                     nonce: nonce.try_into().expect("its length was checked"),
                 })
             }
-            [version, ..] if *version != Self::VERSION => Err(ErrorKind::Incompatible.because(format!(
-                    "the peer's kvx speaks version {version} of kvx's handshake extension, this one version 1: use compatible \
-                     releases of kvx on both sides"
-                ))),
+            [version, ..] if *version != Self::VERSION => {
+                Err(ErrorKind::Incompatible.because(format!(
+                    "the peer's kvx speaks version {version} of kvx's handshake extension, this \
+                     one version 1: use compatible releases of kvx on both sides"
+                )))
+            }
             _ => Err(ErrorKind::Malformed.because("malformed kvx_challenge")),
         }
     }

@@ -146,7 +146,10 @@ impl Listener {
     fn payload(&self, request: HandshakeRequest) -> Result<Arc<[u8]>> {
         let rank = request.rank();
         if !request.pipeline_aware() && self.payloads.keys().any(|rank| rank.pp > 0) {
-            return Err(ErrorKind::Unsupported.because("this engine has pipeline stages, but the request (of vLLM 0.25 or older) cannot name one"));
+            return Err(ErrorKind::Unsupported.because(
+                "this engine has pipeline stages, but the request (of vLLM 0.25 or older) cannot \
+                 name one",
+            ));
         }
         if let Some(payload) = self.payloads.get(&rank) {
             return payload.clone();
@@ -159,9 +162,9 @@ impl Listener {
             }
         };
         Err(ErrorKind::Invalid.because(format!(
-                "there is no worker pp {pp} tp {tp}: {known}; tp_size and pp_size in kv_transfer_params give the \
-                 numbers of workers"
-            )))
+            "there is no worker pp {pp} tp {tp}: {known}; tp_size and pp_size in \
+             kv_transfer_params give the numbers of workers"
+        )))
     }
 }
 

@@ -75,10 +75,8 @@ impl HandshakePayload {
         let fields = RecordFields::read(WHAT, bytes, Self::MAX_LEN, Self::KEYS)?;
         if fields.has_unknown("engine_id") && !fields.has("compatibility_hash") {
             return Err(ErrorKind::Unsupported.because(
-                "the peer runs vLLM before 0.13, whose \
-                                                       handshake has no compatibility hash; kvx \
-                                                       supports vLLM 0.16 and later: upgrade the \
-                                                       peer",
+                "the peer runs vLLM before 0.13, whose handshake has no compatibility hash; kvx \
+                 supports vLLM 0.16 and later: upgrade the peer",
             ));
         }
         let text = |reader: &mut MsgpackReader<'_>, max| {

@@ -80,7 +80,10 @@ impl HandshakeRequest {
     /// Any other bytes, with a reason for the peer.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         if bytes == TAG {
-            return Err(ErrorKind::Unsupported.because("the request is from vLLM 0.11.0 or older, which has no ranks; kvx supports 0.16 and later: upgrade it"));
+            return Err(ErrorKind::Unsupported.because(
+                "the request is from vLLM 0.11.0 or older, which has no ranks; kvx supports 0.16 \
+                 and later: upgrade it",
+            ));
         }
         let mut reader = MsgpackReader::new("handshake request", bytes, Self::MAX_LEN)?;
         let fields = reader.array(3)?;

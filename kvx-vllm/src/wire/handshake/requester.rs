@@ -87,10 +87,10 @@ impl Handshake {
         for rank in workers {
             if rank.pp >= pp_size || rank.tp >= tp_size {
                 return Err(ErrorKind::Invalid.because(format!(
-                        "engine {} has {pp_size} x {tp_size} workers, but no pp {} tp {}; a request for it would end its \
-                         listener",
-                        expectation.engine_id, rank.pp, rank.tp
-                    )));
+                    "engine {} has {pp_size} x {tp_size} workers, but no pp {} tp {}; a request \
+                     for it would end its listener",
+                    expectation.engine_id, rank.pp, rank.tp
+                )));
             }
             left.push(HandshakeRequest::new(rank, expectation.version)?);
         }
@@ -142,11 +142,10 @@ impl Handshake {
             (Some(by), Some(request)) if now.has_reached(by) => {
                 let WorkerRank { pp, tp } = request.rank();
                 self.over(ErrorKind::TimedOut.because(format!(
-                        "the side channel of engine {} did not answer for worker pp {pp} tp {tp} within {:?}; it \
-                         is down, \
-                         or vLLM's listener has ended: restart the instance",
-                        self.expectation.engine_id, self.limit
-                    )))
+                    "the side channel of engine {} did not answer for worker pp {pp} tp {tp} \
+                     within {:?}; it is down, or vLLM's listener has ended: restart the instance",
+                    self.expectation.engine_id, self.limit
+                )))
             }
             _ => Ok(()),
         }
@@ -216,12 +215,11 @@ impl Handshake {
             .is_ok_and(|payload| payload.refusal.is_some());
         if frames.len() != wanted && !refused {
             return Err(ErrorKind::Malformed.because(format!(
-                    "malformed handshake answer: {} frames instead of {wanted}; the peer may speak another version \
-                     than {}: set \
-                     kv_compat to its version",
-                    frames.len(),
-                    self.expectation.version
-                )));
+                "malformed handshake answer: {} frames instead of {wanted}; the peer may speak \
+                 another version than {}: set kv_compat to its version",
+                frames.len(),
+                self.expectation.version
+            )));
         }
         let metadata = self.expectation.check(payload.as_ref())?;
         let Some(clock) = clock.first() else { return Ok((metadata, None)) };

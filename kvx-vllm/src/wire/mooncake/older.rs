@@ -50,17 +50,15 @@ impl OlderPullRequest {
     ///
     /// `Unsupported` for blocks of several KV cache groups: a request has one list.
     pub fn plain(question: &PullRequest) -> Result<Self> {
-        let one_list = |wanted: &PulledRequest| {
-            match &wanted.block_ids[..] {
+        let one_list = |wanted: &PulledRequest| match &wanted.block_ids[..] {
             [] => Ok(Vec::new()),
             [blocks] => Ok(blocks.clone()),
             several => Err(ErrorKind::Unsupported.because(format!(
-                    "the MooncakeConnector before vLLM 0.16 supports one KV cache group, but request {} has \
-                     {}: set kv_compat to 0.16 or later on both sides",
-                    wanted.request_id,
-                    several.len()
-                ))),
-        }
+                "the MooncakeConnector before vLLM 0.16 supports one KV cache group, but request \
+                 {} has {}: set kv_compat to 0.16 or later on both sides",
+                wanted.request_id,
+                several.len()
+            ))),
         };
         Ok(OlderPullRequest {
             kv_caches_base_addr: question.kv_caches_base_addr.clone(),
@@ -113,9 +111,10 @@ impl OlderPullRequest {
         let (here, there) = (own.kv_caches_base_addr.len(), self.kv_caches_base_addr.len());
         if here != there && self.block_ids.iter().any(|blocks| !blocks.is_empty()) {
             return Err(ErrorKind::Incompatible.because(format!(
-                    "{here} regions at the prefill but {there} at the decode: the MooncakeConnector before vLLM 0.16 \
-                     needs the same layout and the same tensor-parallel size on both sides"
-                )));
+                "{here} regions at the prefill but {there} at the decode: the MooncakeConnector \
+                 before vLLM 0.16 needs the same layout and the same tensor-parallel size on \
+                 both sides"
+            )));
         }
         let pulled = |(request, blocks): (String, Vec<u32>)| PulledRequest {
             transfer_id: request.clone(),

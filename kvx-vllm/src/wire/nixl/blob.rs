@@ -144,8 +144,9 @@ impl NixlBlob {
         let names = backends.chain(self.sections.iter().map(|section| &section.backend));
         if let Some(name) = names.chain([&self.agent]).find(|name| !is_name(name)) {
             return Err(ErrorKind::Invalid.because(format!(
-                    "{name:?} is not a valid NIXL name: it must have 1 to {MAX_NAME} bytes, none of them 0"
-                )));
+                "{name:?} is not a valid NIXL name: it must have 1 to {MAX_NAME} bytes, none of \
+                 them 0"
+            )));
         }
         let mut out = MAGIC.to_vec();
         out.put_tagged("Agent", self.agent.as_bytes());

@@ -241,7 +241,7 @@ impl DecodeChannel {
         if decode.older {
             let question = OlderPullRequest::decode(question);
             shared.report_mooncake(self.rank, |worker, now| {
-                taken = worker.older_asked_for(now, ask, question);
+                taken = worker.older_asked(now, ask, question);
             });
         } else {
             let question = PullRequest::decode(question);

@@ -106,8 +106,7 @@ async fn exchange(
             if answer.is_ok() {
                 shared.mooncake.idle.keep(address, connection);
             }
-            shared
-                .report_mooncake(rank, |worker, now| worker.older_answered_with(now, pull, answer));
+            shared.report_mooncake(rank, |worker, now| worker.older_answered(now, pull, answer));
             return Ok(());
         }
         // Decoded before the lock, because it may be long.

@@ -12,10 +12,10 @@
 //!
 //! Before vLLM 0.16 ([`Bootstrap::Without`]) a decode leg follows its prefill leg, whose answer
 //! contains the prefill's address. The decode asks the prefill's worker of its own rank. Only this
-//! and the pull's form differ: [`older_asked_for`], [`older_answered_with`].
+//! and the pull's form differ: [`older_asked`], [`older_answered`].
 //!
-//! [`older_asked_for`]: MooncakeWorker::older_asked_for
-//! [`older_answered_with`]: MooncakeWorker::older_answered_with
+//! [`older_asked`]: MooncakeWorker::older_asked
+//! [`older_answered`]: MooncakeWorker::older_answered
 //!
 //! Differences from vLLM's own connector:
 //!

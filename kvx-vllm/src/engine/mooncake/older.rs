@@ -56,7 +56,7 @@ impl MooncakeWorker {
     /// # Errors
     ///
     /// Fails if the pull is invalid. The decode gets an answer; the caller should log the error.
-    pub fn older_asked_for(
+    pub fn older_asked(
         &mut self,
         now: Time,
         ask: AskId,
@@ -93,7 +93,7 @@ impl MooncakeWorker {
     }
 
     /// Handles the answer of a plain Mooncake agent before vLLM 0.16, which covers the whole pull.
-    pub fn older_answered_with(&mut self, now: Time, pull: PullId, answer: Result<OlderAnswer>) {
+    pub fn older_answered(&mut self, now: Time, pull: PullId, answer: Result<OlderAnswer>) {
         // Expected race: the question timed out, or none of its loads is left.
         let Some(asked) = self.pulls.get(&pull) else { return };
         let all = Some(asked.waiting.iter().map(|request| request.as_str().to_owned()).collect());

@@ -69,7 +69,7 @@ fn asks(decode: &mut Rig, request: &str, params: &TransferParams) -> (Asked, boo
 }
 
 fn answered(decode: &mut Rig, now: f64, pull: PullId, bytes: &[u8]) -> Vec<MooncakeAction> {
-    decode.worker.older_answered_with(at(now), pull, OlderAnswer::decode(bytes));
+    decode.worker.older_answered(at(now), pull, OlderAnswer::decode(bytes));
     decode.actions()
 }
 
@@ -86,7 +86,7 @@ fn is_asked(
     question: OlderPullRequest,
 ) -> (Result<()>, Vec<MooncakeAction>) {
     let question = OlderPullRequest::decode(&question.encode());
-    let taken = prefill.worker.older_asked_for(at(0.1), AskId(ask), question);
+    let taken = prefill.worker.older_asked(at(0.1), AskId(ask), question);
     (taken, prefill.actions())
 }
 
@@ -281,7 +281,7 @@ fn invalid_older_requests_get_an_error_and_no_writes() {
         assert!(writes(&actions).is_empty());
     }
     let nonsense = OlderPullRequest::decode(b"\xc0");
-    assert!(prefill.worker.older_asked_for(at(0.1), AskId(9), nonsense).is_err());
+    assert!(prefill.worker.older_asked(at(0.1), AskId(9), nonsense).is_err());
     assert_eq!(said(&prefill.actions()), Some((9, &b"trans_error"[..])));
     // More blocks than the request has; the last request of all is valid.
     let moves = begins(&mut prefill, 10, plain(&[("r1", &[100, 101, 102, 103])]));

@@ -144,7 +144,7 @@ impl World<Mooncake> {
             let question = OlderPullRequest::decode(bytes);
             return self.with(to, |worker, time| {
                 // It may have another size, or belong to another engine.
-                let _ = worker.older_asked_for(time, ask, question);
+                let _ = worker.older_asked(time, ask, question);
             });
         }
         let mut question = PullRequest::decode(bytes).expect("a question");
@@ -196,7 +196,7 @@ impl World<Mooncake> {
         let Some(&Wire { from, pull, plain, .. }) = self.state.wires.get(&wire) else { return };
         if plain {
             let answer = OlderAnswer::decode(bytes);
-            return self.with(from, |worker, time| worker.older_answered_with(time, pull, answer));
+            return self.with(from, |worker, time| worker.older_answered(time, pull, answer));
         }
         let mut response = PullResponse::decode(bytes).expect("an answer");
         if self.scenario.own.foreign && !self.scenario.own.older {

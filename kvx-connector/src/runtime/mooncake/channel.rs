@@ -253,8 +253,8 @@ impl DecodeChannel {
         Ok(())
     }
 
-    /// Sends an answer or handles a message, whichever comes first. Returns whether the connection
-    /// goes on.
+    /// Sends an answer or handles a message, whichever is ready first. Returns false once the
+    /// connection has ended.
     async fn turn(
         &self,
         decode: &mut DecodeConnection,
@@ -262,9 +262,9 @@ impl DecodeChannel {
         ask: AskId,
     ) -> Result<bool> {
         tokio::select! {
-            told = answers.recv() => {
-                let Some(told) = told else { return Ok(false) };
-                decode.send(told).await?;
+            answer = answers.recv() => {
+                let Some(answer) = answer else { return Ok(false) };
+                decode.send(answer).await?;
             },
             readable = decode.peer.readable() => {
                 readable?;
@@ -298,12 +298,12 @@ impl ConnectionHandler for DecodeChannel {
             turns = turns.wrapping_add(1);
             let awaits_proof = must_authenticate && decode.session.is_none();
             let turn = self.turn(&mut decode, &mut answers, ask);
-            let goes_on = if awaits_proof {
+            let is_open = if awaits_proof {
                 timeout_at(deadline, turn).await.map_err(|_| unproven())??
             } else {
                 turn.await?
             };
-            if !goes_on {
+            if !is_open {
                 return Ok(());
             }
         }

@@ -200,3 +200,17 @@ impl Finishing {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_divide_evenly_among_sub_blocks_or_not_at_all() {
+        let shape = BlockShape { heads: 2, tokens: 4, content: 8 };
+        assert_eq!(sub_block_tokens(shape, 2).unwrap(), 2);
+        for ratio in [0, 3] {
+            assert_eq!(sub_block_tokens(shape, ratio).unwrap_err().kind(), ErrorKind::Invalid);
+        }
+    }
+}

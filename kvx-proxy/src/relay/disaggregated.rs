@@ -242,9 +242,9 @@ fn push(
 }
 
 /// Returns a unique id for a push. Both sides match transfers by it, so an earlier attempt, or
-/// another request of the same client id, must not share it. A client that knows it can ask a
-/// prefill for the blocks, so it must be hard to guess. vLLM strips a suffix of eight hexadecimal
-/// digits; this suffix has a different form.
+/// another request of the same client id, must not share it. Whoever knows the id can ask the
+/// prefill for the blocks, so the id must be hard to guess. vLLM strips a suffix of eight
+/// hexadecimal digits; this suffix has a different form.
 fn own_id(id: &XRequestId) -> Result<XRequestId, ApiError> {
     let bytes = random_id()?;
     let random: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();

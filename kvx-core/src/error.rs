@@ -137,7 +137,9 @@ impl ErrorKind {
         }
     }
 
-    /// Creates an error of this kind, as [`Error::new`] does.
+    /// Creates an error of this kind; `sentence` says what happened and what to do next.
+    ///
+    /// This is [`Error::new`] for code that names the kind: `ErrorKind::Closed.because("…")`.
     pub fn because(self, sentence: impl Into<Cow<'static, str>>) -> Error {
         Error::new(self, sentence)
     }
@@ -186,6 +188,7 @@ pub struct Native {
 
 impl Error {
     /// Creates an error of `kind`; `sentence` says what happened and what to do next.
+    /// [`ErrorKind::because`] does the same, and is shorter if the kind is a constant.
     pub fn new(kind: ErrorKind, sentence: impl Into<Cow<'static, str>>) -> Self {
         Error(Box::new(Detail {
             kind,

@@ -276,8 +276,8 @@ fn not_sent(error: rustix::io::Errno) -> Failure {
     Failure::new(format!("no signal sent: {error}"))
 }
 
-/// Stops a process that is not reaped (SIGSTOP), and waits until each of its threads has stopped.
-/// The signal alone is not enough: one thread takes it, and until then the others run.
+/// Stops a process that has not been reaped (SIGSTOP), and waits until each of its threads has
+/// stopped. The signal alone is not enough: one thread takes it, and until then the others run.
 pub fn stop_process(pid: Pid) -> Result<(), Failure> {
     rustix::process::kill_process(pid, Signal::STOP).map_err(not_sent)?;
     until_stopped(pid)

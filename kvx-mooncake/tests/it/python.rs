@@ -91,19 +91,7 @@ impl Python {
     /// Stops it, and waits until each of its threads has stopped: a running one would serve a
     /// transfer.
     pub(crate) fn stop(&self) {
-        self.signal(Signal::STOP);
-        let tasks = format!("/proc/{}/task", self.process.id());
-        let stopped = || {
-            let tasks = std::fs::read_dir(&tasks).into_iter().flatten().flatten();
-            tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok()).all(
-                |stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 'Z'])),
-            )
-        };
-        let until = std::time::Instant::now() + PATIENCE;
-        while !stopped() {
-            assert!(std::time::Instant::now() < until, "a stopped process stops");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        kvx_testkit::stop_process(Pid::from_child(&self.process)).expect("it is our child");
     }
 
     pub(crate) fn go_on(&self) {

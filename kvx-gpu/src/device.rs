@@ -286,11 +286,10 @@ unsafe impl DeviceAccess for Device {
         let (allocation, whole) = self.around(address, len)?;
         if !whole {
             return Err(ErrorKind::Unsupported.because(format!(
-                    "{len} bytes at {address:#x} are several allocations to {}: share them one by one, or make the \
-                     pool with \
-                     Device::pool",
-                    self.info().driver
-                )));
+                "{len} bytes at {address:#x} are several allocations to {}: share them one by one, \
+                 or make the pool with Device::pool",
+                self.info().driver
+            )));
         }
         let exported = self.exported.lock().get(&allocation.start).map(AsRawFd::as_raw_fd);
         let name =
@@ -385,10 +384,9 @@ unsafe impl DeviceAccess for Device {
         // whether that works.
         if start < allocation.start || (whole && end > allocation.end) {
             return Err(ErrorKind::Unsupported.because(format!(
-                    "{len} bytes at {address:#x} share a page with other memory: a descriptor contains whole pages of \
-                     {page} bytes; \
-                     make the pool with Device::pool"
-                )));
+                "{len} bytes at {address:#x} share a page with other memory: a descriptor contains \
+                 whole pages of {page} bytes; make the pool with Device::pool"
+            )));
         }
         let (file, offset) = self.driver.dma_buf(start..end)?;
         Ok(DmaBuf { file, offset: offset + (address - start) })

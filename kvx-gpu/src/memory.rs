@@ -173,8 +173,9 @@ pub(super) unsafe fn adopt(
             }
             PointerPlace::Managed => {
                 return Err(ErrorKind::Unsupported.because(format!(
-                        "{end:#x} is managed memory, which migrates between host and devices: allocate it as plain memory"
-                    )));
+                    "{end:#x} is managed memory, which migrates between host and devices: allocate \
+                     it as plain memory"
+                )));
             }
         }
         if pointer.ordinal != info.ordinal as i32 {
@@ -196,8 +197,9 @@ pub(super) unsafe fn adopt(
 /// Returns the error for memory from a driver's pool.
 pub(super) fn pool_error(address: u64, driver: &str) -> Error {
     ErrorKind::Unsupported.because(format!(
-            "{address:#x} is from a memory pool of {driver} (the async allocator), which cannot be shared with other \
-             processes and cards: create the KV pool with Device::pool and pass its address to the framework, or let the \
-             framework allocate without pools (PyTorch: its native allocator; cudarc: result::malloc_sync)"
-        ))
+        "{address:#x} is from a memory pool of {driver} (the async allocator), which cannot be \
+         shared with other processes and cards: create the KV pool with Device::pool and pass its \
+         address to the framework, or let the framework allocate without pools (PyTorch: its \
+         native allocator; cudarc: result::malloc_sync)"
+    ))
 }

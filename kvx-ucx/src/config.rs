@@ -121,8 +121,9 @@ fn list(table: &Table<'_>, key: &str) -> Result<Option<String>> {
     let Some(items) = table.texts(key)? else { return Ok(None) };
     if items.is_empty() || items.iter().any(|item| item.trim().is_empty()) {
         return Err(ErrorKind::Invalid.because(format!(
-                "option \"ucx.{key}\" has an empty name; write a list such as [\"all\"], or remove the option"
-            )));
+            "option \"ucx.{key}\" has an empty name; write a list such as [\"all\"], or remove the \
+             option"
+        )));
     }
     let items: Vec<_> = items.iter().map(|item| item.trim()).collect();
     Ok(Some(items.join(",")))

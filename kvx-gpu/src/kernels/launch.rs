@@ -21,7 +21,7 @@ const MOST: u64 = 65_535;
 /// `at` on in the packed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceGrid {
-    /// The start of block 0: an address, or an offset for the reference.
+    /// The start of block 0: an address for a launch, an offset for the reference in the tests.
     pub base: u64,
     /// The distance from block to block.
     pub stride: u64,
@@ -56,9 +56,9 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Collects blocks into packed bytes: the blocks of each grid of `table` that `count` indices
-    /// select. Without `gather`, spreads packed bytes over them. `grids` is the address of the
-    /// [encoded](encode_grids) table, `indices` that of the `u32`s.
+    /// Copies the blocks of each grid of `table` that `count` indices select: with `gather` into
+    /// the packed bytes at the address `packed`, otherwise out of them. `grids` is the address of
+    /// the [encoded](encode_grids) table, `indices` that of the `u32`s.
     pub fn grids(
         gather: bool,
         packed: u64,

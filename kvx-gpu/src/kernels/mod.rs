@@ -1,5 +1,5 @@
-//! Kernels that move blocks within and between devices: their source and their launches. The crate
-//! of the stand-in has a reference in plain Rust.
+//! Kernels that move blocks within and between devices: their source and their launches. Their
+//! reference in plain Rust is in the crate of the stand-in for a driver, `testing/stand-in`.
 //!
 //! One source serves CUDA and HIP. `cargo xtask kernels` compiles it to the PTX in this folder,
 //! which any driver of CUDA 12.0 or newer loads on any device with compute capability 7.0 or newer.

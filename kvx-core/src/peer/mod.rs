@@ -77,7 +77,7 @@ impl Peer {
     /// has registered the range.
     ///
     /// # Errors
-    /// `Invalid` if the peer is a kvx agent; `OutOfBounds` if the range passes the last address.
+    /// `Invalid` if the peer is a kvx agent; `OutOfBounds` if `address + len` overflows.
     pub fn foreign(
         &self,
         address: u64,
@@ -91,8 +91,8 @@ impl Peer {
         }
         if address.checked_add(len).is_none() {
             return Err(ErrorKind::OutOfBounds.because(format!(
-                "a range of {len} bytes from address {address:#x} passes the last address: take \
-                 both from the same agent's description of its memory"
+                "a range of {len} bytes from address {address:#x} ends beyond the last address: \
+                 take both from the same agent's description of its memory"
             )));
         }
         let range = ForeignRange { address, len, kind, device };

@@ -425,11 +425,9 @@ fn any_sender_step() -> impl Strategy<Value = SenderStep> {
 fn any_receiver_step() -> impl Strategy<Value = ReceiverStep> {
     let take = (any::<u64>(), length(), prop::bool::weighted(0.1));
     prop_oneof![
-        12 => take.prop_map(|(notice, len, space)| ReceiverStep::Take(notice, len, space)),
-        4 => any::<bool>().prop_map(ReceiverStep::Deliver),
-        1 => prop::bool::weighted(0.9).prop_map(|space| {
-            if space { ReceiverStep::Deliver(true) } else { ReceiverStep::Clear }
-        }),
+        120 => take.prop_map(|(notice, len, space)| ReceiverStep::Take(notice, len, space)),
+        49 => prop::bool::weighted(0.6).prop_map(ReceiverStep::Deliver),
+        1 => Just(ReceiverStep::Clear),
     ]
 }
 

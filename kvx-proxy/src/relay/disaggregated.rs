@@ -242,8 +242,8 @@ fn push(
 }
 
 /// Returns a unique id for a push. Both sides match transfers by it, so an earlier attempt, or
-/// another request of the same client id, must not share it. Whoever knows the id can ask the
-/// prefill for the blocks, so the id must be hard to guess. vLLM strips a suffix of eight
+/// another request of the same client id, must not share it. Any client that knows the id can
+/// ask the prefill for the blocks, so the id must be hard to guess. vLLM strips a suffix of eight
 /// hexadecimal digits; this suffix has a different form.
 fn own_id(id: &XRequestId) -> Result<XRequestId, ApiError> {
     let bytes = random_id()?;

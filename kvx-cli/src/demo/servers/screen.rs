@@ -80,8 +80,8 @@ impl<'a> Screen<'a> {
         Ok(())
     }
 
-    /// Continues the line with a piece of generated text. A piece that exceeds the width and begins
-    /// with a space goes on a new line. Control characters are escaped.
+    /// Continues the line with a piece of generated text, or begins a new line for a piece that
+    /// exceeds the width and begins with a space. Control characters are escaped.
     pub(super) fn piece(&mut self, text: &str) -> Result<()> {
         if self.format == Format::Json {
             return Ok(());

@@ -35,6 +35,8 @@ pub(crate) enum Request {
     Api(CheckOption),
     /// Generate the bindings to native libraries from the installed headers
     Bindings(CheckOption),
+    /// Render the documents for a browser and check their links; needs mdBook
+    Book,
     /// Compile the GPU kernels: the committed PTX, and once for AMD devices
     Kernels(CheckOption),
     /// Install and build other software that tests and measurements use

@@ -6,6 +6,7 @@ mod api;
 mod arguments;
 mod bars;
 mod bindings;
+mod book;
 mod features;
 mod fuzz;
 mod gpu;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         Request::Interop(options) => interop::run(&options),
         Request::Api(options) => api::run(options.check),
         Request::Bindings(options) => bindings::run(options.check),
+        Request::Book => book::run(),
         Request::Kernels(options) => kernels::run(options.check),
         Request::Peers { names } => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),

@@ -59,6 +59,9 @@ pub fn bound(op: Op, link: LinkId, pair: Pair, local: LocalSide, remote: RemoteS
 
 #[cfg(test)]
 mod tests {
+    #[global_allocator]
+    static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
+
     #[test]
     fn what_fuzzing_found_is_held() {
         kvx_testkit::replay(super::TARGETS);

@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![cfg(target_os = "linux")]
 
+mod allocation;
 mod backing;
 mod chaos;
 mod check;
@@ -28,6 +29,7 @@ mod suite;
 mod tier;
 mod unique;
 
+pub use allocation::{CountingAllocator, most_allocated};
 pub use backing::{Backing, DeviceSource};
 pub use chaos::{Chaos, Fault, Gate};
 pub use check::{Check, Failure};
@@ -44,7 +46,7 @@ pub use harness::{
 };
 pub use hosts::{DIED_AFTER_PASSING, Host, Hosts, refused_behind, run_one_test};
 pub use kvx_testkit_macros::test;
-pub use mutation::fuzz;
+pub use mutation::{fuzz, within_limits};
 pub use newcomer::{newcomer, newcomers_amid};
 pub use pattern::{byte_at, checksum, fill};
 pub use process::{Child, Grandchild, answers_apart, kill_after, output, stop_process};

@@ -1,7 +1,44 @@
 //! A bounded fuzzer that mutates seeds, with the same cases in every run. `cargo xtask fuzz` runs
 //! the same functions without bounds.
 
+use std::fmt::Display;
+use std::time::{Duration, Instant};
+
+use crate::allocation::most_allocated;
 use crate::random::Random;
+
+/// The maximum time for one input, after which libFuzzer calls it a hang.
+const LONGEST: Duration = Duration::from_secs(10);
+/// The most bytes that a target may allocate for one input: for each of its bytes, and in addition.
+const EACH: usize = 64;
+const ONCE: usize = 1 << 20;
+/// The targets that may allocate more than [`ONCE`]: two lanes between authenticated agents, which
+/// seal pieces of up to 1 MiB and have a buffer for one in each direction.
+const WITH_BUFFERS: [(&str, usize); 2] = [("tcp_owner", 5 << 20), ("tcp_initiator", 5 << 20)];
+
+/// Calls a fuzz target with one input. The program's allocator must be
+/// [`CountingAllocator`](crate::CountingAllocator).
+///
+/// # Panics
+/// If the target panics, takes ten seconds, or allocates more than 64 times the input's length and
+/// a constant, which is 1 MiB for most targets.
+pub fn within_limits(name: &str, target: fn(&[u8]), bytes: &[u8]) {
+    let begun = Instant::now();
+    let ((), most) = most_allocated(|| target(bytes));
+    let (took, len) = (begun.elapsed(), bytes.len());
+    assert!(took < LONGEST, "an input of {len} bytes took {took:?}");
+    let once =
+        WITH_BUFFERS.iter().find(|(known, _)| *known == name).map_or(ONCE, |(_, once)| *once);
+    assert!(most <= once + EACH * len, "an input of {len} bytes took {most} bytes of memory");
+}
+
+/// Calls a target with one input, and prints the input and its origin if it fails.
+pub(crate) fn attempt(name: &str, origin: &dyn Display, bytes: &[u8], target: fn(&[u8])) {
+    if let Err(panic) = std::panic::catch_unwind(|| within_limits(name, target, bytes)) {
+        eprintln!("{name}, {origin}: {}", bytes.escape_ascii());
+        std::panic::resume_unwind(panic);
+    }
+}
 
 fn pick<'a, T: AsRef<[u8]>>(random: &mut Random, from: &'a [T]) -> &'a [u8] {
     from.get(random.below(from.len())).map_or(&[], AsRef::as_ref)
@@ -44,33 +81,51 @@ fn mutated(
     bytes
 }
 
-/// Calls `check` with each seed, and with `cases` mutations of them. `pieces` are tokens of the
+/// Calls `target` with each seed, and with `cases` mutations of them. `pieces` are tokens of the
 /// input's grammar, and its limits.
 ///
 /// # Panics
-/// If `check` panics; the bytes are then on standard error.
+/// If there are no seeds, or if the target fails [`within_limits`], with the input on standard
+/// error.
 pub fn fuzz(
     name: &str,
     seeds: &[impl AsRef<[u8]>],
     pieces: &[impl AsRef<[u8]>],
     cases: u64,
-    check: fn(&[u8]),
+    target: fn(&[u8]),
 ) {
     assert!(!seeds.is_empty(), "{name} has no seeds");
-    seeds.iter().for_each(|seed| check(seed.as_ref()));
+    seeds.iter().for_each(|seed| attempt(name, &"a seed", seed.as_ref(), target));
     for case in 1..=cases {
         let mut random = Random::seeded(case);
         let bytes = mutated(&mut random, seeds, pieces);
-        if let Err(panic) = std::panic::catch_unwind(|| check(&bytes)) {
-            eprintln!("{name}, case {case}: {}", bytes.escape_ascii());
-            std::panic::resume_unwind(panic);
-        }
+        attempt(name, &format_args!("case {case}"), &bytes, target);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::hint::black_box;
+
     use super::*;
+
+    #[global_allocator]
+    static ALLOCATOR: crate::CountingAllocator = crate::CountingAllocator;
+
+    /// An input whose first byte is the number of megabytes that it makes the target allocate.
+    fn allocates(bytes: &[u8]) {
+        let megabytes = usize::from(bytes.first().copied().unwrap_or(0));
+        drop(black_box(Vec::<u8>::with_capacity(megabytes << 20)));
+    }
+
+    #[test]
+    fn an_input_that_takes_much_more_memory_than_its_length_is_found() {
+        within_limits("any", allocates, &[1]);
+        within_limits("any", allocates, &[2; 20 << 10]);
+        assert!(std::panic::catch_unwind(|| within_limits("any", allocates, &[2])).is_err());
+        let found = std::panic::catch_unwind(|| fuzz("big", &["\0"], &["\x7f"], 100, allocates));
+        assert!(found.is_err());
+    }
 
     #[test]
     fn a_fault_that_needs_two_changes_is_found() {

@@ -8,6 +8,9 @@ mod runtime;
 
 use std::process::ExitCode;
 
+#[global_allocator]
+static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
+
 fn main() -> ExitCode {
     if ranks::served_as_rank() {
         return ExitCode::SUCCESS;

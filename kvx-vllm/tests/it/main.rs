@@ -24,6 +24,9 @@ mod wire;
 
 use std::process::ExitCode;
 
+#[global_allocator]
+static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
+
 fn main() -> ExitCode {
     #[cfg(feature = "protocol")]
     let trials = simulation::trials();

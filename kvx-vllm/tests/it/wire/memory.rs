@@ -1,11 +1,9 @@
 //! Attacks on the memory of a decoder: messages whose values take many times their bytes.
 
-use kvx_testkit::test;
+use kvx_testkit::{most_allocated, test};
 use kvx_vllm::Version;
 use kvx_vllm::wire::NixlAgentMetadata;
 use kvx_vllm::wire::mooncake::{PullRequest, PulledRequest};
-
-use super::steps::most_allocated;
 
 /// The most memory that a message's values may take while it is decoded.
 const LIMIT: usize = 64 << 20;

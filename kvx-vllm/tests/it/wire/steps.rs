@@ -1,80 +1,15 @@
 //! Messages between an engine's two halves: a message decodes as it was encoded, truncated or
 //! altered bytes are an error, and decoding takes bounded memory.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_testkit::{Random, test};
+use kvx_testkit::{Random, most_allocated, test};
 use kvx_vllm::engine::{
     Address, BlockLists, BlockReference, ClockOffset, ConnectorMeta, FailedLoad, FailureKind,
     Heartbeat, Kept, LoadFailure, ReceiveOrder, RemoteEngine, RemoteRequest, RequestId, SendOrder,
     Time, TransferFailure, Transferred, WorkerOutput, WorkerRank,
 };
-
-/// An allocator that counts each thread's current and maximum allocation.
-struct Counting;
-
-thread_local! {
-    static NOW: Cell<isize> = const { Cell::new(0) };
-    static MOST: Cell<isize> = const { Cell::new(0) };
-}
-
-impl Counting {
-    fn allocated(size: usize) {
-        let now = NOW.get().wrapping_add_unsigned(size);
-        NOW.set(now);
-        MOST.set(MOST.get().max(now));
-    }
-
-    /// Memory that another thread allocated lowers this thread's count when this thread frees it.
-    fn freed(size: usize) {
-        NOW.set(NOW.get().wrapping_sub_unsigned(size));
-    }
-}
-
-// SAFETY: all calls go to the system's allocator; the counters are cells without destructors, which
-// never allocate.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        Counting::allocated(layout.size());
-        // SAFETY: the caller upholds the contract of `alloc`.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        Counting::allocated(layout.size());
-        // SAFETY: the caller upholds the contract of `alloc_zeroed`.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // Both allocations exist while the bytes are copied.
-        Counting::allocated(new_size);
-        Counting::freed(layout.size());
-        // SAFETY: the caller upholds the contract of `realloc`.
-        unsafe { System.realloc(at, layout, new_size) }
-    }
-
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        Counting::freed(layout.size());
-        // SAFETY: the caller upholds the contract of `dealloc`.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
-
-/// The allocator for all tests of this program.
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Runs `f`. Returns its result, and the most bytes that this thread allocated meanwhile.
-pub(super) fn most_allocated<T>(f: impl FnOnce() -> T) -> (T, usize) {
-    let before = NOW.get();
-    MOST.set(before);
-    let value = f();
-    (value, (MOST.get() - before) as usize)
-}
 
 /// The memory that decoding may take: for each byte of the message, and in addition.
 const EACH: usize = 64;

@@ -43,7 +43,8 @@ impl Connector {
     /// Returns a builder for an engine with this configuration, over the backends of `registry`.
     ///
     /// `model` is what this engine and its peers must have in common. A peer whose handshake
-    /// differs is refused.
+    /// differs is refused. The side channel listens at `VLLM_NIXL_SIDE_CHANNEL_HOST`, by default
+    /// `localhost`: set it to an address of this host if peers run on others.
     pub fn builder(
         config: &KvTransferConfig,
         registry: Registry,
@@ -79,7 +80,8 @@ impl ConnectorBuilder {
         self
     }
 
-    /// Sets the number of tokens in a logical block. Default: 16.
+    /// Sets the number of tokens in a logical block, the blocks that the engine's lists count. It is
+    /// `block_tokens` times `kernel_per_logical` of [`Caches::of_layers`]. Default: 16.
     pub fn block_size(mut self, tokens: u32) -> Self {
         self.block_size = tokens;
         self

@@ -42,7 +42,7 @@ pub struct LoadError {
     pub failure: LoadFailure,
     /// The next step for the request: fail it, or compute the rest of its prompt here.
     ///
-    /// `kv_load_failure_policy` decides, with these exceptions. It is [`Then::Fail`] after the
+    /// `kv_load_failure_policy` decides (`fail` by default), with these exceptions. It is [`Then::Fail`] after the
     /// deadline of the request and after a shutdown. It is [`Then::Recompute`] for a load that was
     /// refused before it started, or that failed with [`LoadFailure::Expiring`].
     pub then: Then,
@@ -111,6 +111,10 @@ impl<'a> Decode<'a> {
     ///   is incompatible with this engine.
     /// - [`Transfer`](LoadFailure::Transfer): a read, a registration or a notification failed, or
     ///   the connector was shut down.
+    ///
+    ///   A prefill that has died causes either of these two, depending on the backend and on the
+    ///   moment. A prefill that is stopped (SIGSTOP) does not disturb a load over SHM; over other
+    ///   backends the load ends at its deadline.
     /// - [`Stale`](LoadFailure::Stale), [`Corrupt`](LoadFailure::Corrupt): the lease had ended, or
     ///   the contents do not match the prefill's digests.
     /// - [`Expiring`](LoadFailure::Expiring), [`NotPushed`](LoadFailure::NotPushed): the peer is
@@ -312,8 +316,11 @@ impl Fetch {
         }
     }
 
-    /// Aborts the load. The engine may reuse the blocks of the load once the returned ones are
-    /// released.
+    /// Aborts the load and returns the blocks that a transfer may still write to. The engine may
+    /// reuse the blocks of the load once these are released.
+    ///
+    /// Treat the blocks' contents as wrong, even if the load had already ended. In either case the
+    /// prefill's lease ends as fetched, because this decode does not want the blocks any more.
     pub fn cancel(mut self) -> HeldBlocks {
         self.abandon()
     }

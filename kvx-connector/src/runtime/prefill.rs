@@ -37,9 +37,13 @@ impl<'a> Prefill<'a> {
     ///
     /// `blocks` hold the KV cache of the prompt's first `tokens` tokens, with one list for each KV
     /// cache group. Blocks beyond those that the tokens need are not published. The engine sends
-    /// the returned parameters to the decode unchanged (they implement serde's traits), and must
-    /// not change the blocks until the [`Lease`] ends. This call blocks in the cases in which
+    /// the returned parameters to the decode unchanged (they implement serde's traits, for example
+    /// for `serde_json`), and must not change the blocks until the [`Lease`] ends; it must not
+    /// append tokens to the last one either. This call blocks in the cases in which
     /// [`request_finished`](Connector::request_finished) does.
+    ///
+    /// The parameters name the address of this engine's side channel, `localhost` by default. If
+    /// decodes run on other hosts, set `VLLM_NIXL_SIDE_CHANNEL_HOST` to an address that they reach.
     ///
     /// Give every request a name of its own, as vLLM does. The decode of an earlier request with
     /// the same name may still have a notification in flight. That notification would end the new

@@ -52,7 +52,8 @@ impl KvTransferConfigBuilder {
         self.field("engine_id", id.into())
     }
 
-    /// Sets `kv_load_failure_policy`.
+    /// Sets `kv_load_failure_policy`. Default: that of the vLLM version, since 0.17
+    /// [`Fail`](LoadFailurePolicy::Fail).
     pub fn load_failure_policy(self, policy: LoadFailurePolicy) -> Self {
         self.field("kv_load_failure_policy", policy.as_str())
     }

@@ -14,7 +14,8 @@ pub enum LoadFailure {
     Handshake(String),
     /// A read, a registration or a notification failed.
     Transfer(String),
-    /// The lease ended, or the peer reused the blocks, before they were read.
+    /// The lease ended, the peer reused the blocks before they were read, or another load has fetched
+    /// the request already.
     Stale,
     /// Blocks do not match the digests that the peer published.
     Corrupt,
@@ -37,7 +38,9 @@ impl fmt::Display for LoadFailure {
             LoadFailure::Handshake(why) => write!(f, "the handshake failed: {why}"),
             LoadFailure::Transfer(why) => write!(f, "the transfer failed: {why}"),
             LoadFailure::Stale => f.write_str(
-                "the peer revoked or reused blocks before they were read; the data is discarded",
+                "the peer no longer held the blocks for this request when they were read; the data \
+                 is discarded. Its lease had ended (raise kv_lease_duration at the prefill if \
+                 requests wait longer than that), or another load had fetched the request",
             ),
             LoadFailure::Corrupt => f.write_str(
                 "blocks that were read do not match the digests that the peer published \

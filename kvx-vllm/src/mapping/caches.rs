@@ -83,8 +83,9 @@ pub struct Caches {
 impl Caches {
     /// Creates the regions of these layers, in the natural order of their names. Layers with the
     /// same start address share a region; if they belong to several groups, all groups share it.
-    /// `kernel_per_logical` is 1 unless a logical block consists of several kernel blocks. `device`
-    /// is the number of the GPU, 0 for host memory.
+    /// `block_tokens` is the number of tokens in a block of the caches. `kernel_per_logical` is 1
+    /// unless a logical block, which the engine's lists count, consists of several of these.
+    /// `device` is the number of the GPU, 0 for host memory.
     ///
     /// # Errors
     /// `Invalid` for a duplicate name, for layers that share an address but not their blocks or

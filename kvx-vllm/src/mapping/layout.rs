@@ -11,7 +11,9 @@ use super::geometry::{malformed, shown};
 ///
 /// The table shows the content of one layer's block, outermost first, by the attention backend that
 /// vLLM names in a handshake. kvx moves blocks whole and does not interpret them, so an engine must
-/// use the layout of the vLLM that it exchanges blocks with.
+/// use the layout of the vLLM that it exchanges blocks with. Between engines of your own any layout
+/// works that is the same on both sides, such as `Lbnhc`. It matters only if their tensor-parallel
+/// sizes differ, since kvx then divides blocks by heads.
 ///
 /// | vLLM's attention backend | layout | a block of a layer | caches | verified by |
 /// |---|---|---|---|---|

@@ -36,7 +36,8 @@ impl fmt::Display for CompatibilityHash {
 
 /// The input of the hash. For a vLLM peer, every value must be exactly the peer's. Between kvx
 /// engines, any values that are equal on both sides work. Set all values that decide how the bytes
-/// are interpreted: no other check compares them.
+/// are interpreted, at least the model, the numbers of heads and layers, the size of a head, the
+/// data type and the attention backend: no other check compares them.
 ///
 /// ```
 /// # mod kvx { pub mod connector { pub use kvx_vllm::{Version, wire::CompatibilityFactors}; } }

@@ -443,7 +443,7 @@ fn kind_of(why: &str) -> &str {
     let kinds = [
         ("the handshake failed", "handshake"),
         ("the transfer failed", "transfer"),
-        ("the peer revoked or reused blocks", "stale"),
+        ("the peer no longer held the blocks", "stale"),
         ("the request's deadline", "deadline"),
         ("this engine has lost a rank", "rank"),
         // The loss was known before the load began.

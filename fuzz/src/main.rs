@@ -17,16 +17,21 @@ const TARGETS: &[&[(&str, fn(&[u8]))]] = &[
     kvx_vllm::zmtp::fuzz::TARGETS,
     kvx_vllm::group::fuzz::TARGETS,
     kvx_connector::fuzz::TARGETS,
+    kvx_gpu::fuzz::TARGETS,
     kvx_proxy::fuzz::TARGETS,
+    kvx_paged_llama::fuzz::TARGETS,
 ];
 
-static CHOSEN: OnceLock<fn(&[u8])> = OnceLock::new();
+#[global_allocator]
+static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
 
-fn chosen() -> fn(&[u8]) {
+static CHOSEN: OnceLock<(&str, fn(&[u8]))> = OnceLock::new();
+
+fn chosen() -> (&'static str, fn(&[u8])) {
     let name = std::env::var("KVX_FUZZ").unwrap_or_default();
     let found = TARGETS.iter().copied().flatten().find(|(known, _)| *known == name);
     match found {
-        Some((_, target)) => *target,
+        Some(target) => *target,
         None => {
             eprintln!("KVX_FUZZ={name:?} is not a fuzz target; set it to one of:");
             TARGETS.iter().copied().flatten().for_each(|(known, _)| eprintln!("{known}"));
@@ -39,5 +44,8 @@ libfuzzer_sys::fuzz_target!(
     init: {
         CHOSEN.get_or_init(chosen);
     },
-    |bytes: &[u8]| CHOSEN.get_or_init(chosen)(bytes)
+    |bytes: &[u8]| {
+        let (name, target) = *CHOSEN.get_or_init(chosen);
+        kvx_testkit::within_limits(name, target, bytes);
+    }
 );

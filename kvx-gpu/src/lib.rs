@@ -26,6 +26,8 @@ mod devices;
 pub mod driver;
 mod exports;
 mod flights;
+#[doc(hidden)]
+pub mod fuzz;
 mod imports;
 mod kernel_tables;
 pub mod kernels;

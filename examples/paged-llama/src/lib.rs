@@ -2,6 +2,8 @@
 
 mod corruption;
 pub mod engine;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod http;
 pub mod kv;
 pub mod model;

@@ -10,6 +10,7 @@ mod body;
 mod client;
 mod error;
 mod fields;
+pub(crate) mod fuzz;
 mod handshake;
 mod head;
 mod hosts;

@@ -3,6 +3,7 @@
 
 mod decoder;
 mod detokenizer;
+pub(crate) mod fuzz;
 mod generation;
 mod template;
 
@@ -135,30 +136,9 @@ fn read_object(path: &Path) -> Result<Map<String, Value>> {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    pub(crate) use super::fuzz::{byte_letters, bytes};
+    use super::fuzz::{special, tokenizer};
     use super::*;
-
-    /// Returns a tokenizer with one token per byte; 256 ends a text and 257 begins one.
-    pub(crate) fn bytes() -> Tokenizer {
-        let vocab = (0..).zip(byte_letters()).map(|(id, letter)| (letter.to_string(), id.into()));
-        let byte_level = serde_json::json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
-                                            "use_regex": false});
-        tokenizer(&serde_json::json!({
-            "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
-            "added_tokens": [special(256, "<end>"), special(257, "<begin>")],
-            "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
-            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-                      "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-                      "vocab": Map::from_iter(vocab), "merges": []},
-        }))
-    }
-
-    /// Returns the tokenizer of this `tokenizer.json`; 256 ends a text.
-    fn tokenizer(file: &Value) -> Tokenizer {
-        let inner =
-            tokenizers::Tokenizer::from_bytes(file.to_string()).expect("the tokenizer is valid");
-        let generation = Generation { ends: vec![256], ..Generation::default() };
-        Tokenizer::new(inner, None, generation).expect("the decoder is valid")
-    }
 
     /// Returns a tokenizer with these words as tokens 0, 1, …; the first two are special.
     pub(crate) fn words(words: &[String], decoder: &Value) -> Tokenizer {
@@ -169,23 +149,6 @@ pub(crate) mod tests {
             "post_processor": null, "added_tokens": specials.collect::<Vec<_>>(), "decoder": decoder,
             "model": {"type": "WordLevel", "vocab": Map::from_iter(vocab), "unk_token": "<s>"},
         }))
-    }
-
-    /// Returns an entry of `added_tokens`.
-    fn special(id: u32, content: &str) -> Value {
-        serde_json::json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
-                           "normalized": false, "special": true})
-    }
-
-    /// Returns the letters by which byte-level vocabularies name the bytes 0 to 255.
-    pub(super) fn byte_letters() -> Vec<char> {
-        let printed = |byte: &u8| matches!(byte, 33..=126 | 161..=172 | 174..=255);
-        let mut others = (256..).filter_map(char::from_u32);
-        let letters = (0..=255u8).map(|byte| match printed(&byte) {
-            true => char::from(byte),
-            false => others.next().expect("the number is a letter"),
-        });
-        letters.collect()
     }
 
     #[test]

@@ -47,7 +47,7 @@ impl Template {
         Self::new(source, config).map(Some)
     }
 
-    fn new(source: String, config: &Map<String, Value>) -> Result<Self> {
+    pub(super) fn new(source: String, config: &Map<String, Value>) -> Result<Self> {
         let mut environment = Environment::new();
         environment.set_fuel(Some(MOST_WORK));
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();

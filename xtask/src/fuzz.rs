@@ -30,11 +30,13 @@ const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-san
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// The time that a target may take to start and to end, beyond its run time.
 const BEYOND: Duration = Duration::from_secs(120);
-/// The most bytes of an added input, and of a whole corpus; the most inputs that are added at a
-/// time.
+/// The most bytes of an added input, and of a whole corpus.
 const KEPT_INPUT: u64 = 512;
-const KEPT_IN_ALL: u64 = 6 << 10;
-const KEPT_AT_A_TIME: usize = 32;
+const KEPT_IN_ALL: u64 = 12 << 10;
+/// The results of the runs that added to the corpora.
+const RESULTS: &str = "fuzz/coverage.txt";
+/// The most rounds of a target.
+const ROUNDS: u64 = 10;
 
 /// The options of `cargo xtask fuzz`.
 #[derive(Args, Debug, PartialEq)]
@@ -42,7 +44,11 @@ pub(crate) struct FuzzOptions {
     /// Run each target for this long
     #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub(crate) seconds: u64,
-    /// Add new inputs to the committed corpora (fuzz/corpus), which tests replay
+    /// Repeat this until a round reaches nothing new, at most ten times
+    #[arg(long)]
+    pub(crate) until_flat: bool,
+    /// Write the fewest inputs that reach all that was reached to the committed corpora
+    /// (fuzz/corpus), which tests replay, and the results to fuzz/coverage.txt
     #[arg(long)]
     pub(crate) keep: bool,
     /// Only these targets; without a name all of them
@@ -61,13 +67,50 @@ pub(crate) fn run(options: &FuzzOptions) -> Result<bool> {
     let program = build(&target)?;
     let chosen = if options.only.is_empty() { targets() } else { options.only.clone() };
     let mut rows = Vec::new();
+    let mut nothing_found = true;
     for name in &chosen {
-        eprintln!("{name}, {} s", options.seconds);
-        rows.push(fuzz(name, options, &program, &target)?);
+        eprintln!("{name}");
+        let result = fuzz(name, options, &program, &target)?;
+        nothing_found &= result.found.is_none();
+        if options.keep && result.found.is_none() {
+            record(name, &result)?;
+        }
+        rows.push(format!("| {name} | {result} |"));
     }
-    let (rows, found): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
-    print_table("target | seconds | executions | edges | found", &rows);
-    Ok(!found.contains(&true))
+    print_table(HEADINGS, &rows);
+    Ok(nothing_found)
+}
+
+/// The headings of the table.
+const HEADINGS: &str = "target | seconds | executions | edges | inputs | found";
+
+/// The result of a target's rounds.
+struct Fuzzed {
+    seconds: u64,
+    executions: u64,
+    edges: u64,
+    inputs: usize,
+    found: Option<String>,
+}
+
+impl std::fmt::Display for Fuzzed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Fuzzed { seconds, executions, edges, inputs, found } = self;
+        let found = found.as_deref().unwrap_or("nothing");
+        write!(f, "{seconds} | {executions} | {edges} | {inputs} | {found}")
+    }
+}
+
+/// Replaces a target's line in the committed results.
+fn record(name: &str, result: &Fuzzed) -> Result<()> {
+    let path = root().join(RESULTS);
+    let known = std::fs::read_to_string(&path).unwrap_or_default();
+    let own = format!("{name} | ");
+    let mut lines: Vec<_> =
+        known.lines().skip(1).filter(|line| !line.starts_with(&own)).map(str::to_owned).collect();
+    lines.push(format!("{own}{result}"));
+    lines.sort();
+    Ok(std::fs::write(path, format!("{HEADINGS}\n{}\n", lines.join("\n")))?)
 }
 
 /// Builds the program with all targets.
@@ -86,44 +129,49 @@ fn build(target: &Path) -> Result<PathBuf> {
     Ok(target.join(PLATFORM).join("debug/kvx-fuzz"))
 }
 
-/// Runs one target for its time; returns its row of the table, and whether it found something.
-fn fuzz(
-    name: &str,
-    options: &FuzzOptions,
-    program: &Path,
-    target: &Path,
-) -> Result<(String, bool)> {
+/// Runs one target, once or until it is flat.
+fn fuzz(name: &str, options: &FuzzOptions, program: &Path, target: &Path) -> Result<Fuzzed> {
     let committed = root().join(CORPORA).join(name);
     let (grown, artifacts) =
         (target.join("corpus").join(name), target.join("artifacts").join(name));
     std::fs::create_dir_all(&grown)?;
     std::fs::create_dir_all(&artifacts)?;
-    let mut command = Command::new(program);
-    command.env(TARGET, name).arg(format!("-max_total_time={}", options.seconds));
-    command.args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]);
-    command.arg(format!("-artifact_prefix={}/", artifacts.display())).arg(&grown).arg(&committed);
-    let ended =
-        process::run(command, Duration::from_secs(options.seconds) + BEYOND, Output::Quiet)?;
-    let mut found = "nothing".to_owned();
-    if !ended.succeeded() {
-        let input = after(&ended.output, "Test unit written to ").unwrap_or("no input");
-        let log = target.join(format!("{name}.log"));
-        std::fs::write(&log, &ended.output)?;
-        found = format!("{}: {input}; see {}", ended.end, log.display());
-    } else if options.keep {
+    let mut result = Fuzzed { seconds: 0, executions: 0, edges: 0, inputs: 0, found: None };
+    for _ in 0..if options.until_flat { ROUNDS } else { 1 } {
+        let mut command = Command::new(program);
+        command.env(TARGET, name).arg(format!("-max_total_time={}", options.seconds));
+        command.args(["-timeout=10", "-rss_limit_mb=2048", "-print_final_stats=1"]);
+        command.arg(format!("-artifact_prefix={}/", artifacts.display()));
+        command.arg(&grown).arg(&committed);
+        let limit = Duration::from_secs(options.seconds) + BEYOND;
+        let ended = process::run(command, limit, Output::Quiet)?;
+        let (executions, edges) = counts(&ended.output);
+        let is_flat = edges <= result.edges;
+        result.seconds += options.seconds;
+        result.executions += executions;
+        result.edges = edges.max(result.edges);
+        if !ended.succeeded() {
+            let input = after(&ended.output, "Test unit written to ").unwrap_or("no input");
+            let log = target.join(format!("{name}.log"));
+            std::fs::write(&log, &ended.output)?;
+            result.found = Some(format!("{}: {input}; see {}", ended.end, log.display()));
+            break;
+        }
+        if is_flat {
+            break;
+        }
+    }
+    if options.keep && result.found.is_none() {
         keep(name, program, &grown, &committed)?;
     }
-    let (executions, edges) = counts(&ended.output);
-    let row = format!("| {name} | {} | {executions} | {edges} | {found} |", options.seconds);
-    Ok((row, !ended.succeeded()))
+    result.inputs = sizes(&committed)?.len();
+    Ok(result)
 }
 
-/// Returns the inputs that were tried, and the edges of the program that they reached.
-fn counts(output: &str) -> (&str, &str) {
-    (
-        after(output, "stat::number_of_executed_units:").unwrap_or("0"),
-        after(output, " cov: ").unwrap_or("0"),
-    )
+/// Returns the number of inputs that were tried, and of the program's edges that they reached.
+fn counts(output: &str) -> (u64, u64) {
+    let number = |text| after(output, text).and_then(|number| number.parse().ok()).unwrap_or(0);
+    (number("stat::number_of_executed_units:"), number(" cov: "))
 }
 
 /// Returns the token after the last occurrence of a text.
@@ -131,32 +179,38 @@ fn after<'a>(output: &'a str, text: &str) -> Option<&'a str> {
     output.rsplit_once(text)?.1.split_whitespace().next()
 }
 
-/// Adds some kilobytes to the committed corpus: of the fewest inputs that reach all that was
-/// reached, the longest, which reach most.
+/// Replaces the committed inputs that libFuzzer found, whose names are hashes, with the fewest that
+/// reach all that was reached. If these are too long, the longest ones stay, which reach most.
 fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()> {
     let least = grown.with_extension("least");
     let _ = std::fs::remove_dir_all(&least); // left by an earlier run
     std::fs::create_dir_all(&least)?;
     let mut command = Command::new(program);
     command.env(TARGET, name).args(["-set_cover_merge=1", "-rss_limit_mb=2048"]);
-    command.arg(format!("-max_len={KEPT_INPUT}")).args([&least, grown]);
+    command.arg(format!("-max_len={KEPT_INPUT}")).args([&least, committed, grown]);
     let merged = process::run(command, BEYOND, Output::Quiet)?;
     if !merged.succeeded() {
         return Err(format!("{name} cannot be minimised: {}\n{}", merged.end, merged.output).into());
     }
+    for (_, file) in sizes(committed)?.into_iter().filter(|(_, file)| is_found(file)) {
+        std::fs::remove_file(file)?;
+    }
     let mut all: u64 = sizes(committed)?.iter().map(|(size, _)| size).sum();
     let mut found = sizes(&least)?;
     found.sort();
-    for (size, file) in
-        found.into_iter().rev().filter(|(size, _)| *size <= KEPT_INPUT).take(KEPT_AT_A_TIME)
-    {
-        let place = committed.join(file.file_name().unwrap_or_default());
-        if all + size <= KEPT_IN_ALL && !place.exists() {
-            std::fs::copy(&file, place)?;
+    for (size, file) in found.into_iter().rev().filter(|(size, _)| *size <= KEPT_INPUT) {
+        if all + size <= KEPT_IN_ALL {
+            std::fs::copy(&file, committed.join(file.file_name().unwrap_or_default()))?;
             all += size;
         }
     }
     Ok(())
+}
+
+/// Returns whether libFuzzer found an input: it names inputs by their SHA-1.
+fn is_found(file: &Path) -> bool {
+    let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    name.len() == 40 && name.bytes().all(|letter| letter.is_ascii_hexdigit())
 }
 
 /// Returns the files of a folder with their sizes.
@@ -174,7 +228,7 @@ mod tests {
     fn the_counts_of_a_run_are_read() {
         let output = "#2\tINITED cov: 7 ft: 8 corp: 1/1b\n#258551\tDONE   cov: 130 ft: 190 corp: 26/1817b lim: 2345\n\
                       Done 258551 runs in 6 second(s)\nstat::number_of_executed_units: 258551\n";
-        assert_eq!((counts(output), counts("killed")), (("258551", "130"), ("0", "0")));
+        assert_eq!((counts(output), counts("killed")), ((258_551, 130), (0, 0)));
     }
 
     #[test]

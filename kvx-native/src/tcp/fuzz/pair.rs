@@ -1,7 +1,8 @@
 //! Both ends of a link over socket pairs with small buffers: calls move fewer bytes than available,
-//! or none, transfers are cancelled and regions revoked, and one end may be killed at any time. A
-//! seed determines every choice.
+//! or none, lanes overtake each other and stop for a while, transfers are cancelled and regions
+//! revoked, and one end may be killed at any time. A seed determines the whole run.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use std::sync::atomic::Ordering;
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::{RegionKey, RegionSpec, Ticket};
 use kvx_core::{ErrorKind, Memory, Op, RegionId, TransferId};
-use kvx_testkit::Random;
+use kvx_testkit::{Random, Tier};
 
 use super::initiator::{self, BLOCKS, DONE, OPEN, ORDERS, SLOTS, Slot};
 use super::{LANES, Lanes, WatchedMemory, owner, seals, who};
@@ -23,6 +24,11 @@ use crate::tcp::seal::Seal;
 use crate::tcp::socket::cut;
 
 const SEEDS: u64 = 2000;
+/// The number of seeds in the whole tier.
+const MANY_SEEDS: u64 = 10_000;
+/// The seeds that run again, from 1 (which 0 equals), and how often.
+const REPEATED: u64 = 20;
+const REPETITIONS: u64 = 50;
 /// The owner's region that reads read from. Writes of slot `n` go to region `SOURCE + 1 + n`.
 const SOURCE: u64 = 1;
 /// The number of turns within which all operations end if neither end is killed.
@@ -59,7 +65,14 @@ struct Pair {
     acknowledged: Arc<std::sync::atomic::AtomicUsize>,
     posted: u64,
     arrived: u64,
+    /// The lanes of the initiator and of the owner that have no turns.
+    stopped: [[bool; LANES]; 2],
+    /// A hash of everything that has happened.
+    trace: DefaultHasher,
 }
+
+/// The turns between two events, at most.
+const TURNS: usize = 24;
 
 impl Pair {
     fn new(seed: u64) -> Self {
@@ -95,6 +108,8 @@ impl Pair {
             acknowledged: Arc::default(),
             posted: 0,
             arrived: 0,
+            stopped: Default::default(),
+            trace: DefaultHasher::new(),
             random,
         };
         for number in SOURCE..=SOURCE + SLOTS.len() as u64 {
@@ -141,6 +156,10 @@ impl Pair {
                 owner::revoke(&mut self.owner, served);
                 watched.keep();
             }
+            12 => {
+                let lane = &mut self.stopped[self.random.below(2)][self.random.below(LANES)];
+                *lane = !*lane;
+            }
             _ => {}
         }
         self.settle(out);
@@ -175,30 +194,51 @@ impl Pair {
         peer.give_up(*id, why, &mut initiator.conns, &mut initiator.scope, out, |_| {});
     }
 
-    /// Runs a turn of the initiator's lanes. Returns an error if its link has ended.
-    fn turn_initiator(&mut self) -> Result<(), ()> {
+    /// Runs turns of lanes of both ends in a random order. Lanes that are stopped have none.
+    fn turns(&mut self) {
+        for _ in 0..self.random.below(TURNS) {
+            let (end, lane) = (self.random.below(2), self.random.below(LANES));
+            if self.stopped[end][lane] {
+                continue;
+            }
+            match end {
+                0 => self.turn_initiator(lane).expect("its owner lives"),
+                _ => self.turn_owner(lane).expect("its initiator lives"),
+            }
+        }
+    }
+
+    /// Runs a turn of each lane of the initiator. Returns an error if its link has ended.
+    fn turn_initiators(&mut self) -> Result<(), ()> {
+        (0..LANES).try_for_each(|lane| self.turn_initiator(lane))
+    }
+
+    /// Runs a turn of each lane of the owner. Returns an error if its link has ended.
+    fn turn_owners(&mut self) -> Result<(), ()> {
+        (0..LANES).try_for_each(|lane| self.turn_owner(lane))
+    }
+
+    /// Runs a turn of a lane of the initiator. Returns an error if its link has ended.
+    fn turn_initiator(&mut self, lane: usize) -> Result<(), ()> {
         let mut out = Outbox::default();
         let Pair { peer, initiator, .. } = self;
         let peer = peer.as_mut().expect("the link has not ended");
-        let mut turned = Ok(());
-        for key in 0..LANES {
-            peer.issue(&mut initiator.conns, &mut initiator.scope, |_| {});
-            turned = turned.and_then(|()| initiator.turn_here(key).map(drop).map_err(drop));
-            for effect in std::mem::take(&mut initiator.scope.effects) {
-                turned = turned.and(initiator::apply_effects(effect, initiator, peer, &mut out));
-            }
+        peer.issue(&mut initiator.conns, &mut initiator.scope, |_| {});
+        let turned = initiator.turn_here(lane).map_err(drop);
+        let mut applied = Ok(());
+        for effect in std::mem::take(&mut initiator.scope.effects) {
+            applied = applied.and(initiator::apply_effects(effect, initiator, peer, &mut out));
         }
         self.settle(out);
-        turned
+        ("initiator", lane, turned).hash(&mut self.trace);
+        turned.and(applied)
     }
 
-    /// Runs a turn of the owner's lanes. Returns an error if its link has ended.
-    fn turn_owner(&mut self) -> Result<(), ()> {
-        for key in 0..LANES {
-            self.owner.turn_here(key).map_err(drop)?;
-            owner::take_effects(&mut self.owner)?;
-        }
-        Ok(())
+    /// Runs a turn of a lane of the owner. Returns an error if its link has ended.
+    fn turn_owner(&mut self, lane: usize) -> Result<(), ()> {
+        let turned = self.owner.turn_here(lane).map_err(drop);
+        ("owner", lane, turned).hash(&mut self.trace);
+        turned.and_then(|_| owner::take_effects(&mut self.owner))
     }
 
     /// Settles the results of a turn, and checks the content that has arrived.
@@ -213,6 +253,7 @@ impl Pair {
             if standing == OPEN {
                 continue;
             }
+            (at, standing).hash(&mut self.trace);
             let Wanted { how, from } = self.wanted[at].take().expect("it was posted");
             let is_read = initiator::op_of(how) == Op::Read;
             if standing != DONE {
@@ -242,18 +283,16 @@ fn is_there(how: u8, to: &[u8], from: &[u8], block: usize, orders: [u32; 2]) {
     }
 }
 
-/// Runs once. Returns the number of transfers that arrived, and the end that was killed.
-fn run(seed: u64) -> (u64, Killed) {
+/// Runs once. Returns the number of transfers that arrived, the end that was killed, and the hash of
+/// the run.
+fn run(seed: u64) -> (u64, Killed, u64) {
     cut::by(Some(seed));
     let mut pair = Pair::new(seed);
     let killed =
         [Killed::Nobody, Killed::Nobody, Killed::Owner, Killed::Initiator][pair.random.below(4)];
     for _ in 0..4 + pair.random.below(40) {
         pair.step();
-        for _ in 0..pair.random.below(6) {
-            pair.turn_initiator().expect("its owner lives");
-            pair.turn_owner().expect("its initiator lives");
-        }
+        pair.turns();
         pair.check();
     }
     let mut ended = false;
@@ -265,8 +304,8 @@ fn run(seed: u64) -> (u64, Killed) {
                     && pair.told == pair.acknowledged.load(Ordering::Relaxed)
             };
             for _ in 0..ENOUGH {
-                pair.turn_initiator().expect("its owner lives");
-                pair.turn_owner().expect("its initiator lives");
+                pair.turn_initiators().expect("its owner lives");
+                pair.turn_owners().expect("its initiator lives");
                 ended = is_done(&pair);
                 if ended {
                     break;
@@ -275,11 +314,11 @@ fn run(seed: u64) -> (u64, Killed) {
         }
         Killed::Owner => {
             pair.owner.end();
-            ended = (0..ENOUGH).any(|_| pair.turn_initiator().is_err());
+            ended = (0..ENOUGH).any(|_| pair.turn_initiators().is_err());
         }
         Killed::Initiator => {
             pair.initiator.end();
-            ended = (0..ENOUGH).any(|_| pair.turn_owner().is_err());
+            ended = (0..ENOUGH).any(|_| pair.turn_owners().is_err());
         }
     }
     assert!(ended, "operations do not end, or a killed peer is not noticed: {killed:?}");
@@ -295,31 +334,50 @@ fn run(seed: u64) -> (u64, Killed) {
         "a transfer did not settle at the end of its link"
     );
     // Bytes in the sockets may reach the owner's memory, but not the initiator's.
-    (0..100).any(|_| killed == Killed::Owner || pair.turn_owner().is_err());
+    (0..100).any(|_| killed == Killed::Owner || pair.turn_owners().is_err());
     pair.check();
     pair.owner.end();
     cut::by(None);
-    (pair.arrived, killed)
+    let slots = pair.slots.iter().map(|slot| &slot.watched);
+    for watched in slots.chain(pair.regions.iter().map(|(_, watched)| watched)) {
+        watched.content().hash(&mut pair.trace);
+    }
+    (pair.arrived, killed, pair.trace.finish())
 }
 
 #[test]
 fn transfers_arrive_completely_or_end_under_short_calls_and_kills() {
+    let many = Tier::Whole.runs_or_says("TCP: 10,000 random runs of a link");
+    let count = if many { MANY_SEEDS } else { SEEDS };
     // `KVX_SEED=17` runs one seed.
     let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
         Ok(seed) => seed..seed + 1,
-        Err(_) => 0..SEEDS,
+        Err(_) => 0..count,
     };
     let (mut arrived, mut killed) = (0, 0);
     for seed in seeds.clone() {
         let ran =
             std::panic::catch_unwind(|| run(seed)).inspect_err(|_| eprintln!("KVX_SEED={seed}"));
-        let (count, who) = ran.expect("the seed is shown above");
-        (arrived, killed) = (arrived + count, killed + u64::from(who != Killed::Nobody));
+        let (transfers, who, _) = ran.expect("the seed is shown above");
+        (arrived, killed) = (arrived + transfers, killed + u64::from(who != Killed::Nobody));
     }
-    if seeds.end - seeds.start == SEEDS {
+    if seeds.end - seeds.start == count {
         assert!(
-            arrived > 4 * SEEDS && killed > SEEDS / 4,
+            arrived > 4 * count && killed > count / 4,
             "{arrived} arrived, {killed} ends were killed"
         );
     }
+}
+
+#[test]
+fn a_seed_repeats_its_run() {
+    let mut hashes = std::collections::BTreeSet::new();
+    for seed in 1..=REPEATED {
+        let (.., first) = run(seed);
+        for _ in 1..REPETITIONS {
+            assert_eq!(run(seed).2, first, "seed {seed} has two different runs");
+        }
+        hashes.insert(first);
+    }
+    assert_eq!(hashes.len() as u64, REPEATED, "the hash does not tell runs apart");
 }

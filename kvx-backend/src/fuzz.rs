@@ -129,11 +129,5 @@ pub fn turn<P: Progress>(machine: &mut P, out: &mut Outbox) -> Turn {
 
 #[cfg(test)]
 mod tests {
-    #[global_allocator]
-    static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
-
-    #[test]
-    fn what_fuzzing_found_is_held() {
-        kvx_testkit::replay(super::TARGETS);
-    }
+    kvx_testkit::replay_test!(super::TARGETS);
 }

@@ -59,11 +59,5 @@ pub fn bound(op: Op, link: LinkId, pair: Pair, local: LocalSide, remote: RemoteS
 
 #[cfg(test)]
 mod tests {
-    #[global_allocator]
-    static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
-
-    #[test]
-    fn what_fuzzing_found_is_held() {
-        kvx_testkit::replay(super::TARGETS);
-    }
+    kvx_testkit::replay_test!(super::TARGETS);
 }

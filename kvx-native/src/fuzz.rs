@@ -69,11 +69,5 @@ pub(crate) fn check(read: &Described) {
 
 #[cfg(test)]
 mod tests {
-    #[global_allocator]
-    static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
-
-    #[test]
-    fn what_fuzzing_found_is_held() {
-        kvx_testkit::replay(super::TARGETS);
-    }
+    kvx_testkit::replay_test!(super::TARGETS);
 }

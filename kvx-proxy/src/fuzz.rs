@@ -69,13 +69,7 @@ mod tests {
         kvx_testkit::fuzz(name, seeds, PIECES, CASES, check);
     }
 
-    #[global_allocator]
-    static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
-
-    #[test]
-    fn what_fuzzing_found_is_held() {
-        kvx_testkit::replay(TARGETS);
-    }
+    kvx_testkit::replay_test!(super::TARGETS);
 
     #[test]
     fn streams() {

@@ -38,6 +38,21 @@ fn replay_one(name: &str, folder: &Path, target: fn(&[u8])) {
     fuzz(name, &seeds, &[[]; 0], MUTATIONS, target);
 }
 
+/// Makes the unit test of a crate's fuzz targets: [`replay`], and the allocator that it needs. For a
+/// module of its own.
+#[macro_export]
+macro_rules! replay_test {
+    ($targets:expr) => {
+        #[global_allocator]
+        static ALLOCATOR: $crate::CountingAllocator = $crate::CountingAllocator;
+
+        #[test]
+        fn what_fuzzing_found_is_held() {
+            $crate::replay($targets);
+        }
+    };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,11 +11,5 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
 
 #[cfg(test)]
 mod tests {
-    #[global_allocator]
-    static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocator;
-
-    #[test]
-    fn what_fuzzing_found_is_held() {
-        kvx_testkit::replay(super::TARGETS);
-    }
+    kvx_testkit::replay_test!(super::TARGETS);
 }

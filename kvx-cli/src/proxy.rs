@@ -42,7 +42,7 @@ pub(crate) struct Arguments {
     /// name none.
     #[arg(long, value_name = "NAME")]
     connector: Option<String>,
-    /// The policy for choosing instances: least-tokens, round-robin or prefix.
+    /// The policy for choosing instances: cached, least-tokens, round-robin or prefix.
     #[arg(long, value_name = "HOW")]
     choice: Option<String>,
     /// Send prompts of fewer tokens (estimated) to decode alone.

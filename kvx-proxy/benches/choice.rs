@@ -11,8 +11,15 @@ use kvx_proxy::{Choice, Setup, bench::HealthyFleet};
 const CHOICES: u32 = 20_000;
 const ROUNDS: usize = 9;
 
+/// Returns a number whose bits all depend on all of the given one's.
+fn hash(number: u64) -> u64 {
+    let half = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (half ^ half >> 32).wrapping_mul(0xd6e8_feb8_6659_fd93)
+}
+
 fn main() -> Result<(), kvx_proxy::Error> {
     for (name, choice) in [
+        ("cached", Choice::Cached),
         ("least-tokens", Choice::LeastTokens),
         ("round-robin", Choice::RoundRobin),
         ("prefix", Choice::Prefix),
@@ -30,7 +37,10 @@ fn main() -> Result<(), kvx_proxy::Error> {
                 let start = Instant::now();
                 for count in 0..CHOICES {
                     let prefix = u64::from(count.wrapping_mul(0x9e37_79b1));
-                    assert!(black_box(fleet.choose_pair(u64::from(count % 4096), prefix)));
+                    // 8,192 tokens, of which all prompts share the first 1,024.
+                    let chunk = |at| if at < 4 { at } else { prefix << 8 | at };
+                    let chunks: [u64; 32] = std::array::from_fn(|at| hash(chunk(at as u64)));
+                    assert!(black_box(fleet.choose_pair(8192, prefix, &chunks)));
                 }
                 start.elapsed().as_secs_f64() * 1e6 / f64::from(CHOICES)
             })

@@ -41,8 +41,8 @@ pub mod bench {
     #[derive(Debug)]
     pub struct HealthyFleet(crate::fleet::Fleet);
 
-    fn wanted(tokens: u64, prefix: u64) -> Requirements<'static> {
-        Requirements { tokens, prefix, model: None, avoid: &[], now: Instant::now() }
+    fn wanted(tokens: u64, prefix: u64, chunks: &[u64]) -> Requirements<'_> {
+        Requirements { tokens, prefix, chunks, model: None, avoid: &[], now: Instant::now() }
     }
 
     impl HealthyFleet {
@@ -55,16 +55,16 @@ pub mod bench {
 
         /// Chooses a decode instance, and returns true if there is one.
         pub fn choose(&self, tokens: u64, prefix: u64) -> bool {
-            self.0.choose_alone(&wanted(tokens, prefix)).is_some()
+            self.0.choose_alone(&wanted(tokens, prefix, &[])).is_some()
         }
 
         /// Chooses a prefill instance and a decode instance for it, and returns true if there are
         /// both.
-        pub fn choose_pair(&self, tokens: u64, prefix: u64) -> bool {
-            let prefill = self.0.choose_prefill(&wanted(tokens, prefix));
-            prefill.is_some_and(|prefill| {
-                self.0.choose_partner(&prefill.instance, &wanted(tokens, prefix)).is_some()
-            })
+        pub fn choose_pair(&self, tokens: u64, prefix: u64, chunks: &[u64]) -> bool {
+            let wanted = wanted(tokens, prefix, chunks);
+            let prefill = self.0.choose_prefill(&wanted);
+            prefill
+                .is_some_and(|prefill| self.0.choose_partner(&prefill.instance, &wanted).is_some())
         }
     }
 }

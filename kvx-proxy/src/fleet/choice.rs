@@ -17,6 +17,8 @@ pub(crate) struct Requirements<'a> {
     pub(crate) tokens: u64,
     /// A hash of the beginning of the request's prompt.
     pub(crate) prefix: u64,
+    /// Hashes of the prompt up to the end of each of its chunks, if the instance is to compute it.
+    pub(crate) chunks: &'a [u64],
     /// The model, if the request names one.
     pub(crate) model: Option<ModelName<'a>>,
     /// Instances that have failed this request: chosen only if no other one is left.
@@ -51,7 +53,10 @@ impl<'a> Candidates<'a> {
     ) -> Option<InFlight> {
         self.choose_open(wanted, &fits).or_else(|| {
             let usable = |one: &Arc<Instance>| one.state.is_usable() && fits(one);
-            Some(self.best_for(wanted, usable)?.take_anyway(wanted.tokens))
+            let best = self.best_for(wanted, usable)?;
+            let tokens = self.tokens_for(best, wanted);
+            best.state.add_to_cache(wanted.chunks);
+            Some(best.take_anyway(tokens))
         })
     }
 
@@ -66,7 +71,9 @@ impl<'a> Candidates<'a> {
         // times.
         for _ in 0..4 {
             let best = self.best_for(wanted, open)?;
-            if let Some(taken) = best.take(wanted.tokens, wanted.now, self.eject_for) {
+            let tokens = self.tokens_for(best, wanted);
+            if let Some(taken) = best.take(tokens, wanted.now, self.eject_for) {
+                best.state.add_to_cache(wanted.chunks);
                 return Some(taken);
             }
         }
@@ -95,6 +102,14 @@ impl<'a> Candidates<'a> {
         })
     }
 
+    /// Returns the tokens for which an instance is busy with the request.
+    fn tokens_for(&self, one: &Instance, wanted: &Requirements<'_>) -> u64 {
+        match self.choice {
+            Choice::Cached => one.state.uncached(wanted.tokens, wanted.chunks),
+            Choice::LeastTokens | Choice::RoundRobin | Choice::Prefix => wanted.tokens,
+        }
+    }
+
     fn best(
         &self,
         wanted: &Requirements<'_>,
@@ -103,13 +118,23 @@ impl<'a> Candidates<'a> {
         let Candidates { instances, turns, choice, .. } = *self;
         let load =
             |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
+        // Instances that are otherwise equal take turns.
+        let in_turn = || {
+            let start = turns.next.fetch_add(1, Relaxed) as usize % instances.len().max(1);
+            let (before, after) = instances.split_at(start);
+            after.iter().chain(before)
+        };
         match choice {
-            Choice::LeastTokens => {
-                // Instances with equal load take turns.
-                let start = turns.next.fetch_add(1, Relaxed) as usize % instances.len().max(1);
-                let (before, after) = instances.split_at(start);
-                least(after.iter().chain(before).filter(|one| may(one)), load)
+            Choice::Cached => {
+                let cost = |one: &Instance| {
+                    let outstanding = one.state.outstanding() as f64 / one.setup.weight;
+                    let own = self.tokens_for(one, wanted) as f64 / one.setup.weight;
+                    // Of instances that would be done at the same time, the less busy one.
+                    (outstanding + own, outstanding)
+                };
+                least(in_turn().filter(|one| may(one)), cost)
             }
+            Choice::LeastTokens => least(in_turn().filter(|one| may(one)), load),
             Choice::RoundRobin => {
                 let best = least(instances.iter().filter(|one| may(one)), |one| {
                     one.state.pass.load(Relaxed) as f64
@@ -150,7 +175,7 @@ fn distance(mixed: u64, one: &Instance) -> f64 {
 }
 
 /// Applies the last steps of splitmix64, so that every output bit depends on every input bit.
-fn mix(mut bits: u64) -> u64 {
+pub(crate) fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     bits ^ (bits >> 31)
@@ -163,14 +188,14 @@ pub(crate) fn hash(bytes: &[u8]) -> u64 {
     }))
 }
 
-fn least<'a>(
+fn least<'a, Score: PartialOrd>(
     of: impl Iterator<Item = &'a Arc<Instance>>,
-    by: impl Fn(&Instance) -> f64,
+    by: impl Fn(&Instance) -> Score,
 ) -> Option<&'a Arc<Instance>> {
-    let mut best: Option<(f64, &Arc<Instance>)> = None;
+    let mut best: Option<(Score, &Arc<Instance>)> = None;
     for one in of {
         let score = by(one);
-        if best.is_none_or(|(least, _)| score < least) {
+        if best.as_ref().is_none_or(|(least, _)| score < *least) {
             best = Some((score, one));
         }
     }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kvx_vllm::params::TransferParams;
 use kvx_vllm::params::recipe::concurrent::{MooncakeTarget, PushTarget};
 
+use super::cache_model::{CHUNK_TOKENS, CacheModel};
 use super::models::Models;
 use crate::setup::{Health, InstanceSetup};
 
@@ -109,6 +110,7 @@ pub(crate) struct State {
     kind: Mutex<PrefillKind>,
     /// True once the instance has answered as a Mooncake instance.
     mooncake: AtomicBool,
+    cache: Mutex<CacheModel>,
 }
 
 #[derive(Debug, Default)]
@@ -138,6 +140,7 @@ impl Default for State {
             faults: Mutex::default(),
             kind: Mutex::default(),
             mooncake: AtomicBool::new(false),
+            cache: Mutex::default(),
         }
     }
 }
@@ -261,6 +264,9 @@ impl State {
         faults.ejected += 1;
         self.refuses.store(refused, Relaxed);
         self.closed_until.store(self.millis(now) + doubled.as_millis() as u64, Relaxed);
+        if refused {
+            self.forget_cache();
+        }
         true
     }
 
@@ -291,6 +297,7 @@ impl State {
         self.closed_until.store(DOWN, Relaxed);
         drop(faults);
         self.forget_ranks();
+        self.forget_cache();
         true
     }
 
@@ -348,6 +355,27 @@ impl State {
             *known = Some(target.clone());
         }
         Some(target)
+    }
+
+    /// Returns how many of a prompt's tokens, at least one, the instance would have to compute.
+    pub(super) fn uncached(&self, tokens: u64, chunks: &[u64]) -> u64 {
+        if chunks.is_empty() {
+            return tokens;
+        }
+        let cached = lock(&self.cache).cached(chunks) * CHUNK_TOKENS;
+        tokens.saturating_sub(cached as u64).max(1)
+    }
+
+    /// Records the prompt of a request that is sent to the instance.
+    pub(super) fn add_to_cache(&self, chunks: &[u64]) {
+        if !chunks.is_empty() {
+            lock(&self.cache).add(chunks);
+        }
+    }
+
+    /// Forgets what the instance has cached: it may have restarted.
+    fn forget_cache(&self) {
+        *lock(&self.cache) = CacheModel::default();
     }
 
     /// Returns the next of `ranks` data parallel ranks.

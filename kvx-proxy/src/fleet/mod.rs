@@ -1,9 +1,12 @@
 //! The fleet of instances.
 
 pub(crate) mod bootstrap;
+pub(crate) mod cache_model;
 pub(crate) mod choice;
 pub(crate) mod instance;
 pub(crate) mod models;
+#[cfg(test)]
+mod replay;
 #[cfg(test)]
 mod tests;
 pub(crate) mod watch;
@@ -217,7 +220,7 @@ impl Fleet {
     ) -> Option<InFlight> {
         // Affinity applies to the prefill side, which caches the prompt.
         let choice = match self.choice {
-            Choice::Prefix => Choice::LeastTokens,
+            Choice::Cached | Choice::Prefix => Choice::LeastTokens,
             other => other,
         };
         Candidates { choice, ..self.candidates(Role::Decode) }

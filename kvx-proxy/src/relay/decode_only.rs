@@ -8,7 +8,7 @@ use super::answer_head::AnswerKind;
 use super::job::{Job, JobResult};
 use super::legs::LegRequest;
 use crate::fleet::instance::InFlight;
-use crate::request::{CompletionRequest, PassthroughRequest};
+use crate::request::{CompletionRequest, NO_PROMPT, PassthroughRequest, PromptKey};
 use crate::upstream::Fault;
 
 /// Serves a completion on a decode instance alone.
@@ -23,7 +23,7 @@ pub(crate) async fn completion(
     let tokens = asked.prompt_tokens + asked.new_tokens;
     let to = Destination {
         tokens,
-        prefix: asked.prefix,
+        prompt: &asked.prompt,
         model: asked.model.as_deref(),
         stored_by: None,
     };
@@ -45,15 +45,19 @@ pub(crate) async fn passthrough(
         headers.insert(CONTENT_LENGTH, HeaderValue::from(body.len()));
     }
     let tokens = (body.len() / 4) as u64 + 1;
-    let to =
-        Destination { tokens, prefix: 0, model: model.as_deref(), stored_by: stored_by.as_deref() };
+    let to = Destination {
+        tokens,
+        prompt: &NO_PROMPT,
+        model: model.as_deref(),
+        stored_by: stored_by.as_deref(),
+    };
     let sent = LegRequest { path: job.path.clone(), headers, body };
     run(job, sent, AnswerKind::Any, &to, false).await
 }
 
 struct Destination<'a> {
     tokens: u64,
-    prefix: u64,
+    prompt: &'a PromptKey,
     model: Option<&'a str>,
     stored_by: Option<&'a str>,
 }
@@ -66,14 +70,14 @@ fn choose(
     let fleet = &job.live.fleet;
     let model = to.model.map(|model| fleet.names.named(model));
     if let Some(name) = to.stored_by {
-        return fleet.take_decode(name, &job.requirements(to.tokens, 0, None, &[]));
+        return fleet.take_decode(name, &job.requirements(to.tokens, to.prompt, None, &[]));
     }
-    let chosen = fleet.choose_alone(&job.requirements(to.tokens, to.prefix, model, avoid));
+    let chosen = fleet.choose_alone(&job.requirements(to.tokens, to.prompt, model, avoid));
     // No instance serves this model: let one of them answer with its own error.
     let unknown =
         model.is_some_and(|model| !fleet.decode.iter().any(|one| one.state.models.serve(model)));
     match chosen {
-        None if unknown => fleet.choose_alone(&job.requirements(to.tokens, to.prefix, None, avoid)),
+        None if unknown => fleet.choose_alone(&job.requirements(to.tokens, to.prompt, None, avoid)),
         chosen => chosen,
     }
 }

@@ -78,14 +78,13 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
     }
     job.record.route("disaggregated", "");
     job.streamed = asked.stream;
-    let prefix = asked.prefix;
     let mut avoid_prefill: Vec<Arc<Instance>> = Vec::new();
     let mut avoid_decode: Vec<Arc<Instance>> = Vec::new();
     let mut last: Option<(String, Fault)> = None;
     let mut body = asked.body.clone();
     let mut turn = ConversationTurn::of(&job, &asked, &mut body);
     'attempts: loop {
-        let wanted = job.requirements(asked.prompt_tokens, prefix, model, &avoid_prefill);
+        let wanted = job.requirements(asked.prompt_tokens, &asked.prompt, model, &avoid_prefill);
         let Some(prefill) = fleet.choose_prefill(&wanted) else {
             let words =
                 "no pair of prefill and decode instances for this model is up: try again later";
@@ -102,7 +101,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
             // Try decode instances one after the other until one accepts.
             loop {
                 let tokens = asked.prompt_tokens + asked.new_tokens;
-                let wanted = job.requirements(tokens, prefix, model, &avoid_decode);
+                let wanted = job.requirements(tokens, &asked.prompt, model, &avoid_decode);
                 let Some(decode) = turn.choose_decode(&job, &prefill_instance, &wanted) else {
                     return job.give_up(last, "no decode instance is up: try again later");
                 };

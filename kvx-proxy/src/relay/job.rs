@@ -23,7 +23,7 @@ use crate::fleet::choice::Requirements;
 use crate::fleet::instance::{InFlight, Instance};
 use crate::fleet::models::ModelName;
 use crate::metrics::RequestOutcome;
-use crate::request::headers;
+use crate::request::{PromptKey, headers};
 use crate::upstream::Fault;
 
 /// A client's request in progress, with what its legs need.
@@ -171,11 +171,12 @@ impl Job {
     pub(crate) fn requirements<'a>(
         &self,
         tokens: u64,
-        prefix: u64,
+        prompt: &'a PromptKey,
         model: Option<ModelName<'a>>,
         avoid: &'a [Arc<Instance>],
     ) -> Requirements<'a> {
-        Requirements { tokens, prefix, model, avoid, now: std::time::Instant::now() }
+        let PromptKey { prefix, ref chunks } = *prompt;
+        Requirements { tokens, prefix, chunks, model, avoid, now: std::time::Instant::now() }
     }
 
     /// Returns true if a leg may be retried, and counts the retry.

@@ -30,11 +30,27 @@ pub(crate) struct CompletionRequest {
     pub(crate) prompt_tokens: u64,
     /// Estimated length of the answer.
     pub(crate) new_tokens: u64,
-    /// A hash of the beginning of the prompt.
-    pub(crate) prefix: u64,
+    pub(crate) prompt: PromptKey,
     /// `conversation_id`, if there is one.
     pub(crate) conversation: Option<String>,
 }
+
+/// Identifies the beginning of a prompt, for the choice of an instance that has it cached.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct PromptKey {
+    /// A hash of the prompt's first tokens.
+    pub(crate) prefix: u64,
+    /// Hashes of the prompt up to the end of each of its whole chunks, and of all other fields from
+    /// which the instance makes the prompt.
+    pub(crate) chunks: Vec<u64>,
+}
+
+/// The key of requests without a prompt that is known.
+pub(crate) static NO_PROMPT: PromptKey = PromptKey { prefix: 0, chunks: Vec::new() };
+
+/// Fields from which an instance makes the prompt besides its text, or that divide its cache.
+const BESIDE_TEXT: [&str; 6] =
+    ["model", "tools", "documents", "chat_template", "chat_template_kwargs", "cache_salt"];
 
 impl CompletionRequest {
     /// Parses a body. Hashes the prompt up to about its first `prefix_tokens` tokens.
@@ -59,7 +75,10 @@ impl CompletionRequest {
             alone: alone(&sketch, &body),
             prompt_tokens: prompt.tokens(),
             new_tokens: new_tokens.min(1 << 20),
-            prefix: choice::hash(&prompt.beginning(prefix_tokens)),
+            prompt: PromptKey {
+                prefix: choice::hash(&prompt.beginning(prefix_tokens)),
+                chunks: prompt.chunks(BESIDE_TEXT.iter().filter_map(|key| body.get(key))),
+            },
             conversation: short_text(&body, "conversation_id", ID).filter(|id| !id.is_empty()),
             body,
         })
@@ -283,8 +302,8 @@ pub(crate) fn fuzz(bytes: &[u8]) {
     assert_eq!(value, parsed, "nothing else is changed");
     let again = CompletionRequest::new(asked.body.text(), 16).expect("it is valid JSON");
     assert_eq!(
-        (again.alone, again.prompt_tokens, again.prefix),
-        (asked.alone, asked.prompt_tokens, asked.prefix)
+        (again.alone, again.prompt_tokens, again.prompt),
+        (asked.alone, asked.prompt_tokens, asked.prompt)
     );
     if asked.alone.is_none() {
         use kvx_vllm::params::recipe::sequential;
@@ -417,6 +436,33 @@ mod tests {
     }
 
     #[test]
+    fn prompts_with_the_same_beginning_share_their_first_chunks() {
+        let chunks = |body: serde_json::Value| asked(body).prompt.chunks;
+        let text = |len: usize, rest: &str| "One token or so. ".repeat(len) + rest;
+        let chat = |text: String, tools: serde_json::Value| {
+            let messages = [
+                serde_json::json!({"role": "system", "content": text}),
+                serde_json::json!({"role": "user", "content": "Hello"}),
+            ];
+            chunks(serde_json::json!({"model": "m", "messages": messages, "tools": tools}))
+        };
+        let none = || serde_json::Value::Null;
+        let short = chat(text(200, "a"), none());
+        assert_eq!(short.len(), 200 * 17 / 1024, "whole chunks only");
+        let long = chat(text(300, "b"), none());
+        assert_eq!(long[..3], short[..]);
+        let other = chat(text(199, "An end that differs."), none());
+        assert!(other[..2] == short[..2] || other[2] != short[2]);
+        let tools = chat(text(200, "a"), serde_json::json!([{"type": "function"}]));
+        assert!(tools.iter().all(|chunk| !short.contains(chunk)), "the template writes them first");
+        let ids: Vec<u32> = (0..600).collect();
+        let of_ids = chunks(serde_json::json!({"prompt": ids}));
+        assert_eq!(of_ids.len(), 2, "a token has one number");
+        assert_eq!(chunks(serde_json::json!({"prompt": ids[..520]})), of_ids);
+        assert_eq!(chunks(serde_json::json!({"prompt": "short"})), [0; 0]);
+    }
+
+    #[test]
     fn lengths_are_estimated() {
         assert_eq!(asked(serde_json::json!({"prompt": "x".repeat(400)})).prompt_tokens, 100);
         assert_eq!(
@@ -432,7 +478,7 @@ mod tests {
     #[test]
     fn the_same_beginning_is_the_same_prefix() {
         let prefix = |body: Value, tokens| {
-            CompletionRequest::new(body.to_string().into(), tokens).unwrap().prefix
+            CompletionRequest::new(body.to_string().into(), tokens).unwrap().prompt.prefix
         };
         let chat = |last: &str| {
             serde_json::json!({"messages": [

@@ -21,6 +21,7 @@ use crate::relay::answer_head::{AnswerHead, AnswerKind};
 use crate::relay::api_error::ApiError;
 use crate::relay::job::{Job, JobResult};
 use crate::relay::legs::LegRequest;
+use crate::request::NO_PROMPT;
 use crate::request::headers;
 use crate::upstream::Fault;
 
@@ -62,7 +63,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     let mut avoid = Vec::new();
     loop {
         let Some(decode) =
-            fleet.choose_alone_that(&job.requirements(TOKENS, 0, model, &avoid), opens)
+            fleet.choose_alone_that(&job.requirements(TOKENS, &NO_PROMPT, model, &avoid), opens)
         else {
             return Err(
                 job.refused(ApiError::unavailable("no decode instance is up: try again later"))

@@ -115,7 +115,7 @@ impl PoolConnector {
 }
 
 impl Choice {
-    /// Parses `least-tokens`, `round-robin` or `prefix`.
+    /// Parses `cached`, `least-tokens`, `round-robin` or `prefix`.
     ///
     /// # Errors
     ///
@@ -129,8 +129,12 @@ impl Choice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Choice {
-    /// The instance with the fewest outstanding tokens for its weight.
+    /// The instance that would have computed the prompt first: that has the fewest tokens to
+    /// compute, those of the prompt included that are not in its cache, for its weight. The router
+    /// knows the cache by the prompts that it has sent there.
     #[default]
+    Cached,
+    /// The instance with the fewest outstanding tokens for its weight.
     LeastTokens,
     /// One after the other, by weight.
     RoundRobin,
@@ -259,7 +263,7 @@ impl Default for Setup {
             host: "127.0.0.1".to_owned(),
             port: 8000,
             connector: PoolConnector::Auto,
-            choice: Choice::LeastTokens,
+            choice: Choice::default(),
             prefix_tokens: 256,
             local_below: 0,
             drain: Duration::from_secs(30),

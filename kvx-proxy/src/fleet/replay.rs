@@ -1,0 +1,184 @@
+//! Replays conversations against simulated instances, to compare the policies of choice.
+//!
+//! An instance computes prompts one after the other, and keeps the least recently used blocks that
+//! fit into its cache. The generation of answers is not simulated.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+
+use kvx_testkit::Random;
+
+use super::cache_model::CHUNK_TOKENS;
+use super::*;
+
+const INSTANCES: usize = 8;
+/// The tokens that an instance computes in a second.
+const RATE: f64 = 20_000.0;
+/// The chunks in an instance's cache: 3 million tokens.
+const CACHE: usize = 12_000;
+
+/// A request: its time in seconds, and the chunks of its prompt.
+struct Arrival {
+    at: f64,
+    chunks: Vec<u64>,
+}
+
+/// The true cache of an instance.
+#[derive(Default)]
+struct Cache {
+    used: HashMap<u64, u64>,
+    order: BTreeMap<u64, u64>,
+    now: u64,
+}
+
+impl Cache {
+    fn cached(&self, chunks: &[u64]) -> usize {
+        chunks.iter().take_while(|chunk| self.used.contains_key(chunk)).count()
+    }
+
+    fn add(&mut self, chunks: &[u64]) {
+        for chunk in chunks.iter().rev() {
+            self.now += 1;
+            if let Some(before) = self.used.insert(*chunk, self.now) {
+                self.order.remove(&before);
+            }
+            self.order.insert(self.now, *chunk);
+        }
+        while self.used.len() > CACHE {
+            let (_, chunk) = self.order.pop_first().expect("every chunk has a place");
+            self.used.remove(&chunk);
+        }
+    }
+}
+
+/// The result of a replay: the part of chunks that were cached, and the median and the 95th
+/// percentile of the seconds until a prompt is computed.
+#[derive(Debug)]
+struct Replayed {
+    hits: f64,
+    median: f64,
+    slow: f64,
+}
+
+/// Replays requests. Without a policy, the instance is chosen by the cost rule with exact knowledge.
+fn replay(requests: &[Arrival], choice: Option<&str>) -> Replayed {
+    let urls: Vec<_> = (0..INSTANCES).map(|at| format!("'http://p{at}:1'")).collect();
+    let fleet = Fleet::new(
+        &Setup::from_toml(&format!(
+            "choice = '{}'\n[[pool]]\nprefill = [{}]\ndecode = ['http://d:1']",
+            choice.unwrap_or("cached"),
+            urls.join(", ")
+        ))
+        .unwrap(),
+        None,
+    );
+    fleet.all().for_each(|one| _ = one.state.healthy());
+    let mut caches: Vec<_> = (0..INSTANCES).map(|_| Cache::default()).collect();
+    let mut free_at = [0.0f64; INSTANCES];
+    let mut running = BinaryHeap::new();
+    let mut in_flight: HashMap<usize, InFlight> = HashMap::new();
+    let (mut hits, mut all, mut waits) = (0, 0, Vec::new());
+    for (number, request) in requests.iter().enumerate() {
+        let Arrival { at, chunks } = request;
+        let micros = |seconds: f64| (seconds * 1e6) as u64;
+        while running.peek().is_some_and(|Reverse((end, _))| *end <= micros(*at)) {
+            let Some(Reverse((_, ended))) = running.pop() else { break };
+            in_flight.remove(&ended);
+        }
+        let tokens = |chunks: usize| (chunks * CHUNK_TOKENS) as f64;
+        let place = match choice {
+            Some(_) => {
+                let wanted = Requirements {
+                    tokens: tokens(chunks.len()) as u64,
+                    prefix: chunks.first().copied().unwrap_or(0),
+                    chunks,
+                    model: None,
+                    avoid: &[],
+                    now: Instant::now(),
+                };
+                let chosen = fleet.choose_prefill(&wanted).expect("all are up");
+                let place = fleet.prefill.iter().position(|one| Arc::ptr_eq(one, &chosen.instance));
+                in_flight.insert(number, chosen);
+                place.expect("it is in the fleet")
+            }
+            None => {
+                let cost = |place: &usize| {
+                    let own = tokens(chunks.len() - caches[*place].cached(chunks)) / RATE;
+                    let queue = (free_at[*place] - at).max(0.0);
+                    micros(queue + own)
+                };
+                (0..INSTANCES).min_by_key(cost).expect("there are instances")
+            }
+        };
+        let cached = caches[place].cached(chunks);
+        caches[place].add(chunks);
+        (hits, all) = (hits + cached, all + chunks.len());
+        free_at[place] = free_at[place].max(*at) + tokens(chunks.len() - cached) / RATE;
+        waits.push(free_at[place] - at);
+        running.push(Reverse((micros(free_at[place]), number)));
+    }
+    waits.sort_by(f64::total_cmp);
+    let of = |part: f64| waits[(waits.len() as f64 * part) as usize];
+    Replayed { hits: hits as f64 / all as f64, median: of(0.5), slow: of(0.95) }
+}
+
+/// Returns the requests of conversations that share one of a few system prompts. Each turn repeats
+/// the earlier ones.
+fn conversations(seed: u64, count: usize, a_second: f64) -> Vec<Arrival> {
+    let mut random = Random::seeded(seed);
+    let mut requests = Vec::new();
+    for conversation in 0..count as u64 {
+        let mut at = random.below(1_000_000) as f64 / 1e6 * count as f64 / a_second;
+        let system = random.below(4) as u64;
+        let mut chunks: Vec<u64> = (0..6).map(|chunk| system << 8 | chunk).collect();
+        for _ in 0..1 + random.below(8) {
+            for _ in 0..1 + random.below(16) {
+                chunks.push(1 << 40 | conversation << 16 | chunks.len() as u64);
+            }
+            requests.push(Arrival { at, chunks: chunks.clone() });
+            at += 5.0 + random.below(60) as f64;
+        }
+    }
+    requests.sort_by(|a, b| a.at.total_cmp(&b.at));
+    requests
+}
+
+/// Reads a trace as Mooncake publishes it, whose hashes stand for 512 tokens.
+fn trace(path: &str) -> Vec<Arrival> {
+    let text = std::fs::read_to_string(path).expect("KVX_TRACE names a file");
+    text.lines()
+        .map(|line| {
+            let line: serde_json::Value = serde_json::from_str(line).expect("lines are JSON");
+            let hashes = line["hash_ids"].as_array().expect("every request has hashes");
+            let hashes = hashes.iter().map(|hash| hash.as_u64().expect("hashes are numbers"));
+            let at = line["timestamp"].as_f64().expect("every request has a time") / 1e3;
+            Arrival { at, chunks: hashes.flat_map(|hash| [2 * hash, 2 * hash + 1]).collect() }
+        })
+        .collect()
+}
+
+#[test]
+fn the_history_of_sent_prompts_finds_almost_what_exact_knowledge_finds() {
+    let requests = conversations(1, 500, 4.0);
+    let exact = replay(&requests, None);
+    let [cached, least, prefix] =
+        ["cached", "least-tokens", "prefix"].map(|choice| replay(&requests, Some(choice)));
+    let table = format!("{exact:?} {cached:?} {least:?} {prefix:?}");
+    assert!(cached.hits > exact.hits - 0.02, "{table}");
+    assert!(cached.hits > least.hits + 0.2 && cached.hits > prefix.hits + 0.1, "{table}");
+    assert!(cached.median < least.median && cached.slow < least.slow, "{table}");
+}
+
+#[test]
+fn a_trace_is_replayed() {
+    if !kvx_testkit::is_asked_for("KVX_TRACE", "the comparison of policies on a trace") {
+        return;
+    }
+    let requests = trace(&std::env::var("KVX_TRACE").unwrap());
+    println!("policy | hits | median s | 95 % s");
+    for choice in [Some("round-robin"), Some("least-tokens"), Some("prefix"), Some("cached"), None]
+    {
+        let Replayed { hits, median, slow } = replay(&requests, choice);
+        println!("{} | {hits:.3} | {median:.2} | {slow:.2}", choice.unwrap_or("exact"));
+    }
+}

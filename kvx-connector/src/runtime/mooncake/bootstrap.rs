@@ -5,9 +5,11 @@
 //! to remember. This module has the socket, its limits and the authentication of clients
 //! ([`BootstrapRequest`]).
 
-use std::collections::VecDeque;
-use std::net::SocketAddr;
+use std::cmp::Reverse;
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvx_core::backend::sync::Mutex;
@@ -19,13 +21,14 @@ use tokio::time::timeout;
 
 use super::super::clock::Clock;
 use super::super::refusal_log::RefusalLog;
+use super::super::zmtp::counted;
 use super::http::{Exchange, HttpMessage};
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::engine::mooncake::BootstrapRegister;
 use kvx_vllm::params::BootstrapRequest;
 use kvx_vllm::wire::mooncake::WorkerRegistration;
 
-/// The number of connections. A further one replaces the oldest.
+/// The number of connections. A further one replaces another.
 pub(super) const CONNECTIONS: usize = 256;
 /// The time limit for a request, from the start of the connection or the previous answer, and for
 /// the reading of an answer.
@@ -88,34 +91,73 @@ impl Drop for BootstrapServer {
     }
 }
 
+/// A connection of a client.
+struct ClientConnection {
+    from: IpAddr,
+    /// True once the client has proved the secret.
+    is_proven: Arc<AtomicBool>,
+    task: AbortHandle,
+}
+
+/// The connections, the oldest first.
+#[derive(Default)]
+struct ClientConnections(VecDeque<ClientConnection>);
+
+impl ClientConnections {
+    /// Closes a connection if there are [`CONNECTIONS`].
+    fn make_room(&mut self) {
+        self.0.retain(|one| !one.task.is_finished());
+        if self.0.len() >= CONNECTIONS {
+            self.close_one();
+        }
+    }
+
+    /// Closes the oldest connection of the address that has most, if possible one of a client that
+    /// has not proved the secret.
+    fn close_one(&mut self) {
+        let mut crowds = HashMap::<IpAddr, usize>::new();
+        for one in &self.0 {
+            *crowds.entry(one.from).or_default() += 1;
+        }
+        let first_to_go = self.0.iter().enumerate().min_by_key(|(at, one)| {
+            let crowd = crowds.get(&one.from).copied();
+            (one.is_proven.load(Ordering::Relaxed), Reverse(crowd), *at)
+        });
+        if let Some(closed) = first_to_go.map(|(at, _)| at).and_then(|at| self.0.remove(at)) {
+            closed.task.abort();
+        }
+    }
+}
+
 async fn accept(listener: TcpListener, state: Arc<BootstrapState>) {
     // Dropping it ends the tasks of all connections.
     let mut open = JoinSet::new();
-    let mut order: VecDeque<AbortHandle> = VecDeque::new();
+    let mut connections = ClientConnections::default();
     loop {
         match listener.accept().await {
             Ok((stream, from)) => {
                 while open.try_join_next().is_some() {}
-                order.retain(|task| !task.is_finished());
-                if order.len() >= CONNECTIONS
-                    && let Some(oldest) = order.pop_front()
-                {
-                    oldest.abort();
-                }
-                order.push_back(open.spawn(converse(stream, from, Arc::clone(&state))));
+                connections.make_room();
+                let is_proven = Arc::<AtomicBool>::default();
+                let talk = converse(stream, from, Arc::clone(&state), Arc::clone(&is_proven));
+                let task = open.spawn(talk);
+                connections.0.push_back(ClientConnection { from: counted(from), is_proven, task });
             }
             Err(error) => {
                 tracing::warn!(%error, "a connection to the bootstrap server was not accepted");
-                if let Some(oldest) = order.pop_front() {
-                    oldest.abort();
-                }
+                connections.close_one();
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
     }
 }
 
-async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState>) {
+async fn converse(
+    stream: TcpStream,
+    from: SocketAddr,
+    state: Arc<BootstrapState>,
+    is_proven: Arc<AtomicBool>,
+) {
     let mut exchange = Exchange::new(stream);
     // The nonce of the last answer, good for one request on this connection.
     let mut nonce: Option<String> = None;
@@ -124,7 +166,7 @@ async fn converse(stream: TcpStream, from: SocketAddr, state: Arc<BootstrapState
             match timeout(PATIENCE, exchange.receive(WorkerRegistration::MAX_LEN)).await {
                 Err(_) | Ok(Ok(None)) => return,
                 Ok(Ok(Some(request))) => {
-                    (state.answer(&request, nonce.take()), request.keeps_alive())
+                    (state.answer(&request, nonce.take(), &is_proven), request.keeps_alive())
                 }
                 Ok(Err(error)) if error.kind() == ErrorKind::PeerLost => return,
                 Ok(Err(error)) => (refusal(&error), false),
@@ -167,7 +209,12 @@ fn detail(status: &'static str, detail: &str) -> HttpAnswer {
 }
 
 impl BootstrapState {
-    fn answer(&self, request: &HttpMessage, nonce: Option<String>) -> HttpAnswer {
+    fn answer(
+        &self,
+        request: &HttpMessage,
+        nonce: Option<String>,
+        is_proven: &AtomicBool,
+    ) -> HttpAnswer {
         let [method, target, _] = &request.start;
         let path = target.split('?').next().unwrap_or_default();
         let kind = match (method.as_str(), path) {
@@ -178,7 +225,7 @@ impl BootstrapState {
             }
             _ => return detail("404 Not Found", "Not Found"),
         };
-        let answered = match self.challenge(kind, request, nonce) {
+        let answered = match self.challenge(kind, request, nonce, is_proven) {
             Ok(Some(nonce)) => {
                 let why = "this fleet has a shared secret, which workers, decodes and routers have \
                            to prove: set KVX_SECRET_FILE; vLLM cannot prove it: name MOONCAKE in \
@@ -199,7 +246,8 @@ impl BootstrapState {
         )
     }
 
-    /// Returns a nonce if the client has to prove the secret with it first.
+    /// Returns a nonce if the client has to prove the secret with it first. Sets `is_proven` if it
+    /// has.
     ///
     /// Errors: `Authentication`: its proof is wrong.
     fn challenge(
@@ -207,6 +255,7 @@ impl BootstrapState {
         kind: BootstrapRequest,
         request: &HttpMessage,
         nonce: Option<String>,
+        is_proven: &AtomicBool,
     ) -> Result<Option<String>> {
         let is_open = kind == BootstrapRequest::Query && self.open_queries;
         let Some(secret) = self.secret.as_ref().filter(|_| !is_open) else { return Ok(None) };
@@ -214,8 +263,9 @@ impl BootstrapState {
             let fresh = kvx_core::backend::random_key()?;
             return Ok(Some(fresh.iter().map(|byte| format!("{byte:02x}")).collect()));
         };
-        let is_proven = |nonce: &str| kind.is_proven(secret.bytes(), nonce, &request.body, proof);
-        if nonce.as_deref().is_some_and(is_proven) {
+        let proves = |nonce: &str| kind.is_proven(secret.bytes(), nonce, &request.body, proof);
+        if nonce.as_deref().is_some_and(proves) {
+            is_proven.store(true, Ordering::Relaxed);
             return Ok(None);
         }
         let who = match kind {

@@ -143,6 +143,42 @@ fn connections_that_say_nothing_make_room() {
     });
 }
 
+/// Returns the answer on a connection that stays open.
+async fn answer_on(stream: &mut TcpStream, request: &str) -> String {
+    stream.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"}") {
+        assert!(stream.read_buf(&mut answer).await.unwrap() > 0, "{}", answer.escape_ascii());
+    }
+    String::from_utf8(answer).unwrap()
+}
+
+#[test]
+fn connections_of_clients_without_a_proof_make_room_first() {
+    run(async {
+        let (server, address) = server(Some(1)).await;
+        server.register(registration("e", 1)).unwrap();
+        let mut proven = TcpStream::connect((&*address.host, address.port)).await.unwrap();
+        let mut query = async || {
+            let demanded = answer_on(&mut proven, "GET /query HTTP/1.1\r\n\r\n").await;
+            let nonce = demanded.split_once(BootstrapRequest::NONCE).unwrap().1;
+            let nonce = nonce[1..].lines().next().unwrap().trim();
+            let proof = BootstrapRequest::Query.prove(&[1; 32], nonce, b"");
+            let header = format!("{}: {proof}", BootstrapRequest::PROOF);
+            answer_on(&mut proven, &format!("GET /query HTTP/1.1\r\n{header}\r\n\r\n")).await
+        };
+        assert!(query().await.starts_with("HTTP/1.1 200"));
+        let mut crowd = Vec::new();
+        for _ in 0..CONNECTIONS + 8 {
+            crowd.push(TcpStream::connect((&*address.host, address.port)).await.unwrap());
+        }
+        // The server has accepted them all: it answers the last one.
+        let last = crowd.last_mut().unwrap();
+        assert!(answer_on(last, "GET /query HTTP/1.1\r\n\r\n").await.starts_with("HTTP/1.1 401"));
+        assert!(query().await.starts_with("HTTP/1.1 200"));
+    });
+}
+
 // vLLM 56: with a fleet secret, only workers that prove knowledge of the secret can register
 #[test]
 fn with_a_secret_only_those_register_who_prove_it() {

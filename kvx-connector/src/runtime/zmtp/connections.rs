@@ -69,7 +69,7 @@ pub(super) struct ConnectionPlace {
 }
 
 /// Returns the address that counts: peers choose the last 64 bits of an IPv6 address.
-fn counted(from: SocketAddr) -> IpAddr {
+pub(crate) fn counted(from: SocketAddr) -> IpAddr {
     match from.ip().to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
         address => address,

@@ -19,6 +19,6 @@ mod tests;
 
 pub(crate) use client::{Client, resolve};
 pub(crate) use connection::Received;
-pub(crate) use connections::PeerLimits;
+pub(crate) use connections::{PeerLimits, counted};
 pub(crate) use kvx_vllm::zmtp::{Budget, Message, MessageLimits, SocketType};
 pub(crate) use router::{ConnectionHandler, Handler, Router, RouterConnection, RouterLimits};

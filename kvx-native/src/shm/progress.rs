@@ -134,7 +134,10 @@ impl Machine {
                     format!("malformed SHM message: longer than {MAX_MESSAGE} bytes"),
                 )),
                 Ok(RecvOutcome::End) => {
-                    let died = connection.process.has_ended_with(connection.socket.as_fd());
+                    // Only users of a link learn whether the peer has died. Finding out may take
+                    // milliseconds, which clients that come and go must not cost.
+                    let died = connection.link.is_some()
+                        && connection.process.has_ended_with(connection.socket.as_fd());
                     if !died && self.greet_again(at, out) {
                         break;
                     }

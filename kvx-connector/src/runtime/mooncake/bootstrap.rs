@@ -142,6 +142,8 @@ async fn accept(listener: TcpListener, state: Arc<BootstrapState>) {
                 let talk = converse(stream, from, Arc::clone(&state), Arc::clone(&is_proven));
                 let task = open.spawn(talk);
                 connections.0.push_back(ClientConnection { from: counted(from), is_proven, task });
+                // Lets the task of a closed connection end, which frees its descriptor.
+                tokio::task::yield_now().await;
             }
             Err(error) => {
                 tracing::warn!(%error, "a connection to the bootstrap server was not accepted");

@@ -207,6 +207,8 @@ async fn accept(
                     });
                     task.abort_handle()
                 });
+                // Lets the task of a replaced connection end, which frees its descriptor.
+                tokio::task::yield_now().await;
             }
             Err(error) => {
                 // The process has no file descriptor left. Closing a connection frees one. The

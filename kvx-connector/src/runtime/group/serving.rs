@@ -22,6 +22,7 @@ use tokio::time::{sleep, timeout};
 
 use super::super::refusal_log::RefusalLog;
 use super::super::shared::Shared;
+use super::super::zmtp::counted;
 use super::gathering::JoinAddress;
 use super::limits::{IMPATIENCE, LAST_WORD, PATIENCE, SILENT};
 use super::members::{self, ENDED};
@@ -35,8 +36,8 @@ use kvx_vllm::group::{ToHead, ToRank};
 
 /// The number of processes that may be connected without having named their rank. Others wait.
 const UNKNOWN: usize = 64;
-/// The limit for such processes at one address. Further connections are dropped.
-const OF_ONE_ADDRESS: usize = 48;
+/// The limit for such processes at one address (IPv6: a /64). Further connections are dropped.
+pub(super) const OF_ONE_ADDRESS: usize = 48;
 /// The delay before another attempt to accept a connection.
 const AGAIN: Duration = Duration::from_millis(10);
 
@@ -93,15 +94,16 @@ impl RankListener {
 
 /// The number of connections from each address whose peer is still unknown.
 #[derive(Clone, Default)]
-struct UnprovenCounts(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
+pub(super) struct UnprovenCounts(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
 
 /// A connection whose peer is still unknown. It is counted until this is dropped.
-struct UnprovenConnection(UnprovenCounts, IpAddr);
+pub(super) struct UnprovenConnection(UnprovenCounts, IpAddr);
 
 impl UnprovenCounts {
-    /// Counts a connection from the address `of`. Returns `None` if there are [`OF_ONE_ADDRESS`]
+    /// Counts a connection from this address. Returns `None` if there are [`OF_ONE_ADDRESS`]
     /// already.
-    fn one_more(&self, of: IpAddr) -> Option<UnprovenConnection> {
+    pub(super) fn one_more(&self, from: SocketAddr) -> Option<UnprovenConnection> {
+        let of = counted(from);
         let mut counts = self.0.lock();
         let count = counts.entry(of).or_default();
         if *count == OF_ONE_ADDRESS {
@@ -165,7 +167,7 @@ pub(super) async fn gather(shared: Arc<Shared>, listener: RankListener) {
         };
         let counted = match &process {
             UnknownProcess::Unix(_) => None,
-            UnknownProcess::Tcp(_, from, _) => match unproven.one_more(from.ip()) {
+            UnknownProcess::Tcp(_, from, _) => match unproven.one_more(*from) {
                 Some(counted) => Some(counted),
                 None => continue, // drops the connection
             },

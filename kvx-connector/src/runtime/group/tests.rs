@@ -1,5 +1,6 @@
-//! The messages that a rank may send in each stage.
+//! The messages that a rank may send in each stage, and the limit of connections.
 
+use std::net::{Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
 use kvx_core::{ErrorKind, Registry};
@@ -9,6 +10,7 @@ use super::super::connector::Connector;
 use super::members;
 use super::process::ProcessHandle;
 use super::remote_rank::RankProcess;
+use super::serving::{OF_ONE_ADDRESS, UnprovenCounts};
 use kvx_vllm::Version;
 use kvx_vllm::engine::{BlockLists, PoolBlocks, WorkerRank};
 use kvx_vllm::group::ToHead;
@@ -115,4 +117,14 @@ fn a_rank_that_is_started_again_has_to_restart_its_engine() {
                  again: restart the engine";
     assert!(error.to_string().contains(words), "{error}");
     connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
+}
+
+#[test]
+fn addresses_of_one_ipv6_network_share_the_limit_of_one_address() {
+    let counts = UnprovenCounts::default();
+    let from = |address: u128| SocketAddr::from((Ipv6Addr::from_bits(address), 7));
+    let one_network = (1..100).map(|last| from(0xfd00 << 112 | last));
+    let counted: Vec<_> = one_network.map_while(|from| counts.one_more(from)).collect();
+    assert_eq!(counted.len(), OF_ONE_ADDRESS);
+    assert!(counts.one_more(from(0xfd01 << 112 | 1)).is_some());
 }

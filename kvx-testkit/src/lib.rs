@@ -15,6 +15,7 @@ mod faults;
 mod flat;
 pub mod harness;
 mod hosts;
+mod listener;
 mod mutation;
 mod newcomer;
 mod pattern;
@@ -46,8 +47,9 @@ pub use harness::{
 };
 pub use hosts::{DIED_AFTER_PASSING, Host, Hosts, refused_behind, run_one_test};
 pub use kvx_testkit_macros::test;
+pub use listener::{AttackBytes, Bounds, Client, Cost, Listener, connect_from};
 pub use mutation::{fuzz, within_limits};
-pub use newcomer::{newcomer, newcomers_amid};
+pub use newcomer::{newcomer, newcomers_amid, readers};
 pub use pattern::{byte_at, checksum, fill};
 pub use process::{Child, Grandchild, answers_apart, kill_after, output, stop_process};
 pub use process_state::{ProcessState, ResourceUsage};

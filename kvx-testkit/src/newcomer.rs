@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use kvx_core::{Agent, Grid, Memory, Plan, Result};
+use kvx_core::{Agent, Grid, Memory, Peer, Plan, Region, Result};
 
 use crate::check::CUT_OFF;
+use crate::listener::Client;
 
 /// Connects `reader` to the owner of this metadata, reads a block of its region `kv` of 64 KiB, and
 /// shuts `reader` down. Returns how long it waited for the block.
@@ -14,14 +15,43 @@ use crate::check::CUT_OFF;
 pub fn newcomer(reader: &Agent, owner: &[u8]) -> Result<Duration> {
     let here = reader.register("kv", Memory::pool(64 << 10).build()?)?;
     let begun = Instant::now();
+    let (peer, plan) = connected(reader, &here, owner)?;
+    peer.post(&plan)?.wait_blocking(CUT_OFF)?;
+    let waited = begun.elapsed();
+    reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
+    Ok(waited)
+}
+
+/// Connects a reader with a region of 64 KiB, and plans to read a block.
+fn connected(reader: &Agent, here: &Region, owner: &[u8]) -> Result<(Peer, Plan)> {
     let peer = reader.connect(owner)?;
     peer.ready(CUT_OFF).wait_blocking(CUT_OFF)?;
     let grid = Grid::packed(4096, 16);
     let there = peer.region("kv")?.grid(grid)?.blocks(vec![3]);
-    peer.post(&Plan::read(here.grid(grid)?.blocks(vec![5]), there)?)?.wait_blocking(CUT_OFF)?;
-    let waited = begun.elapsed();
-    reader.shutdown(CUT_OFF).wait_blocking(CUT_OFF)?;
-    Ok(waited)
+    let plan = Plan::read(here.grid(grid)?.blocks(vec![5]), there)?;
+    Ok((peer, plan))
+}
+
+/// Returns the clients of an owner's [`Listener`](crate::Listener): a reader that is connected, and
+/// newcomers.
+///
+/// # Errors
+/// The errors of the first reader.
+pub fn readers<'a>(
+    reader: impl Fn() -> Agent + Send + 'a,
+    owner: &'a [u8],
+) -> Result<Vec<Client<'a>>> {
+    let first = reader();
+    let here = first.register("kv", Memory::pool(64 << 10).build()?)?;
+    let (peer, plan) = connected(&first, &here, owner)?;
+    // They live as long as the client.
+    let alive = (first, here);
+    let connected = Client::new("a connected reader", move || {
+        let _alive = &alive;
+        Ok(peer.post(&plan)?.wait_blocking(CUT_OFF).map(drop)?)
+    });
+    let newcomers = Client::new("a newcomer", move || Ok(newcomer(&reader(), owner).map(drop)?));
+    Ok(vec![connected, newcomers])
 }
 
 /// Runs newcomers one after another while `trouble` runs. Returns the result of `trouble`.

@@ -81,6 +81,12 @@ pub(crate) fn threads() -> Vec<(Tid, String)> {
         .collect()
 }
 
+/// Returns a number of `/proc/<pid>/status`, or 0 if it has none of this name.
+pub(crate) fn number_of(status: &str, name: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix(name));
+    line.and_then(|rest| rest.split_whitespace().next()?.parse().ok()).unwrap_or(0)
+}
+
 /// The limited resources that a process uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResourceUsage {
@@ -103,14 +109,10 @@ impl ResourceUsage {
     /// The error of the operating system if there is no `/proc`.
     pub fn of_this_process() -> std::io::Result<Self> {
         let status = std::fs::read_to_string("/proc/self/status")?;
-        let number = |name: &str| {
-            let line = status.lines().find_map(|line| line.strip_prefix(name));
-            line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0)
-        };
         Ok(ResourceUsage {
             descriptors: std::fs::read_dir("/proc/self/fd")?.count() as u64,
-            threads: number("Threads:"),
-            memory: number("VmRSS:") / 1024,
+            threads: number_of(&status, "Threads:"),
+            memory: number_of(&status, "VmRSS:") / 1024,
             mappings: std::fs::read_to_string("/proc/self/maps")?.lines().count() as u64,
             quarantined: kvx_core::quarantined_bytes(),
         })

@@ -1,8 +1,10 @@
 //! The integration tests of the conformance suite: it matches the contract, and it detects
 //! violations.
+#![allow(clippy::unwrap_used, reason = "a test's unwrap is its assertion")]
 
 mod catches;
 mod contract;
+mod listeners;
 
 use std::process::ExitCode;
 
@@ -14,5 +16,6 @@ const AT_A_TIME: usize = 3;
 fn main() -> ExitCode {
     serve_if_asked(catches::registry);
     catches::run_if_asked();
+    listeners::serve_if_asked();
     harness_main_with(catches::trials(), AT_A_TIME)
 }

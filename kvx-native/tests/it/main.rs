@@ -4,6 +4,7 @@
 mod conformance;
 mod devices;
 mod ends;
+mod listeners;
 mod lists;
 mod shm_pair;
 mod shm_processes;
@@ -22,6 +23,7 @@ use std::process::ExitCode;
 use kvx_testkit::{conformance_trials, harness_main};
 
 fn main() -> ExitCode {
+    listeners::play_if_asked();
     shm_processes::play_if_asked();
     tcp_stopped::play_if_asked();
     harness_main(conformance_trials(conformance::registry, &conformance::suites()))

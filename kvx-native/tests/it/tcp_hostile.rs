@@ -1,7 +1,7 @@
 //! Malformed, slow or hostile peers lose their connection, and others do not notice.
 
 use std::io::{self, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpListener};
 use std::sync::mpsc::channel;
 
 use crate::tcp_pair;
@@ -10,7 +10,7 @@ use crate::tcp_pair::{CUT_OFF, Pair, agent, agent_with, pattern};
 use kvx_core::backend::wire::Writer;
 use kvx_core::backend::{Invitation, RegionKey};
 use kvx_core::{Agent, ErrorKind, Grid};
-use kvx_testkit::test;
+use kvx_testkit::{connect_from, test};
 
 /// Error kinds as END carries them.
 const WRONG_KEY: u8 = 1;
@@ -117,7 +117,7 @@ fn half_open_connections_of_one_address_are_closed_before_those_of_others() {
     let mut elsewhere = Raw::connect(address);
     let crowd: Vec<_> = (0..600)
         .map(|_| {
-            let mut raw = Raw::of(connected_from([127, 0, 0, 2], address));
+            let mut raw = Raw::of(connect_from(Ipv4Addr::new(127, 0, 0, 2), address).unwrap());
             raw.send(&hello(&invitation_of(&pair.owner))[..10]);
             raw
         })
@@ -126,15 +126,6 @@ fn half_open_connections_of_one_address_are_closed_before_those_of_others() {
     elsewhere.send(&hello(&invitation_of(&pair.owner)));
     assert_eq!(elsewhere.frame().unwrap().0, WELCOME);
     pair.still_works();
-}
-
-/// Connects from this address of the host.
-fn connected_from(from: [u8; 4], to: SocketAddr) -> TcpStream {
-    use rustix::net::{AddressFamily, SocketType, bind, connect, socket};
-    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
-    bind(&socket, &SocketAddr::from((from, 0))).unwrap();
-    connect(&socket, &to).unwrap();
-    TcpStream::from(socket)
 }
 
 #[test]

@@ -51,8 +51,12 @@ fn initiator(invitation: &Invitation, link: [u8; 16], lane: u8) -> (InitiatorByH
 
 /// Returns the invitation in an agent's metadata.
 pub(crate) fn invitation_of(agent: &Agent) -> Invitation {
-    let metadata = Metadata::decode(&agent.metadata().unwrap()).unwrap();
-    metadata.invited.unwrap().by
+    invitation_in(&agent.metadata().unwrap())
+}
+
+/// Returns the invitation in metadata.
+pub(crate) fn invitation_in(metadata: &[u8]) -> Invitation {
+    Metadata::decode(metadata).unwrap().invited.unwrap().by
 }
 
 /// Returns a new nonce for a link.
@@ -88,7 +92,12 @@ pub(crate) fn blocks(
 
 /// Returns the address at which an agent listens.
 pub(crate) fn address_of(agent: &Agent) -> SocketAddr {
-    let metadata = Metadata::decode(&agent.metadata().unwrap()).unwrap();
+    address_in(&agent.metadata().unwrap())
+}
+
+/// Returns the address in metadata.
+pub(crate) fn address_in(metadata: &[u8]) -> SocketAddr {
+    let metadata = Metadata::decode(metadata).unwrap();
     let mut reader = Reader::new("address", &metadata.backends[0].1);
     assert_eq!((reader.u8().unwrap(), reader.u8().unwrap(), reader.u8().unwrap()), (1, 1, 4));
     let ip = reader.array::<4>().unwrap();
@@ -129,8 +138,13 @@ impl Raw {
 
     /// Connects one of several lanes of a link.
     pub(crate) fn lane_of(agent: &Agent, link: [u8; 16], lane: u8) -> Self {
-        let mut raw = Self::connect(address_of(agent));
-        let (mut initiator, hello) = initiator(&invitation_of(agent), link, lane);
+        Self::lane_to(&agent.metadata().unwrap(), link, lane)
+    }
+
+    /// Connects a lane to the agent with this metadata.
+    pub(crate) fn lane_to(metadata: &[u8], link: [u8; 16], lane: u8) -> Self {
+        let mut raw = Self::connect(address_in(metadata));
+        let (mut initiator, hello) = initiator(&invitation_in(metadata), link, lane);
         raw.send(&hello);
         loop {
             let (answer, entered) = initiator.take(&raw.whole_frame().expect("an answer")).unwrap();

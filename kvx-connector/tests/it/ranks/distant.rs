@@ -26,7 +26,7 @@ const TRIAL: Duration = Duration::from_secs(60);
 const MISSED: Duration = Duration::from_secs(12);
 
 /// The variable from which engines and ranks read the secret.
-const VARIABLE: &str = "KVX_SECRET_FILE";
+pub(crate) const VARIABLE: &str = "KVX_SECRET_FILE";
 
 const CASES: &[(&str, fn(&str))] = &[
     ("blocks_are_free_when_all_words_are_raised", blocks_are_free_when_all_words_are_raised),
@@ -91,7 +91,7 @@ pub(crate) fn secret_of_this_host() -> Option<PathBuf> {
     panic!("this program cannot be started again: {why}");
 }
 
-fn a_secret(name: &str) -> PathBuf {
+pub(crate) fn a_secret(name: &str) -> PathBuf {
     let file = std::env::temp_dir().join(format!("kvx-ranks-{}-{name}.secret", std::process::id()));
     std::fs::remove_file(&file).ok(); // left by an earlier process with this id
     Secret::create(&file).unwrap();

@@ -3,6 +3,7 @@
 //! names the place where it belongs. Pools on devices are those of the stand-in, or, if
 //! `KVX_CUDA_LIB` names a driver, the driver's.
 
+mod attacked;
 mod devices;
 mod digests;
 mod distant;
@@ -49,5 +50,6 @@ pub(crate) fn trials() -> Vec<Trial> {
         .chain(both(faults::OF_ONE_HOST))
         .chain(over("SHM", faults::CASES))
         .chain(distant::trials())
+        .chain([attacked::trial()])
         .collect()
 }

@@ -2,6 +2,7 @@
 //! line. Or the process of an engine.
 
 use std::io::Write as _;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use kvx_connector::Rank;
 use kvx_stand_in::Control;
 use kvx_vllm::engine::WorkerRank;
 
-use super::fleet::OVER_TCP;
+use super::fleet::{OVER_TCP, group};
 use crate::runtime::rig::{LIMIT, Part, builder, caches, pool_of, registry};
 
 /// The variable that tells a process of this program its rank: the socket, the rank, the number of
@@ -94,10 +95,18 @@ fn answer(line: &str) {
     std::io::stdout().flush().unwrap();
 }
 
-/// Runs an engine of one rank, which joins at this path, until the process is killed.
-fn lead(path: &str) {
-    let connector = builder("engine", "{}").build_blocking().unwrap();
-    connector.group(path, LIMIT).wait_blocking(LIMIT).unwrap();
-    answer("whole");
+/// Runs an engine until the process is killed. `spec` is the path at which its rank joins, after
+/// the number of ranks if there are several.
+fn lead(spec: &str) {
+    let (ranks, path) =
+        spec.split_once(' ').map_or((1, spec), |(ranks, path)| (ranks.parse().unwrap(), path));
+    let connector = builder("engine", "{}").workers(ranks, 1).build_blocking().unwrap();
+    let whole = group(&connector, Path::new(path), LIMIT * 6);
+    if ranks > 1 {
+        answer("listens");
+    } else {
+        whole.wait_blocking(LIMIT).unwrap();
+        answer("whole");
+    }
     std::io::stdin().lines().for_each(drop);
 }

@@ -2,11 +2,10 @@
 //! a hundred times its length once it is parsed.
 
 use std::io::{Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::net::{Ipv4Addr, TcpStream};
 use std::process::Command;
 
-use kvx_testkit::test;
-use rustix::net::{AddressFamily, SocketType};
+use kvx_testkit::{connect_from, test};
 use serde_json::json;
 
 use crate::serve::server::{LIMIT, Server, ServerArgs, model};
@@ -15,17 +14,13 @@ use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 const OTHER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 
 fn connect(from: Ipv4Addr, port: u16) -> TcpStream {
-    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
-    rustix::net::bind(&socket, &SocketAddrV4::new(from, 0)).unwrap();
-    rustix::net::connect(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, port)).unwrap();
-    let stream = TcpStream::from(socket);
+    let stream = connect_from(from, (Ipv4Addr::LOCALHOST, port)).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
     stream
 }
 
-#[test]
-fn half_requests_of_one_client_do_not_keep_another_from_an_answer() {
-    // With few descriptors, as many services have.
+/// Starts a server with few descriptors, as many services have.
+pub(super) fn server_with_few_descriptors(arguments: &[&str]) -> Server {
     let mut command = Command::new("sh");
     command.args(["-c", "ulimit -n 256 && exec \"$0\" serve \"$@\"", env!("CARGO_BIN_EXE_kvx")]);
     command.arg(model(&["--arch", "llama"])).args([
@@ -34,7 +29,13 @@ fn half_requests_of_one_client_do_not_keep_another_from_an_answer() {
         "--kv-cache-memory-bytes",
         "16M",
     ]);
-    let server = Server::spawn(command).listening();
+    command.args(arguments);
+    Server::spawn(command).listening()
+}
+
+#[test]
+fn half_requests_of_one_client_do_not_keep_another_from_an_answer() {
+    let server = server_with_few_descriptors(&[]);
     let head = b"POST /v1/completions HTTP/1.1\r\nhost: m\r\ncontent-type: application/json\r\n";
     let half: Vec<TcpStream> = (0..300)
         .map(|at| {

@@ -10,6 +10,8 @@ mod data_parallel;
 mod forms;
 mod http;
 mod keys;
+#[cfg(feature = "connector")]
+mod listeners;
 mod mooncake;
 mod parameters;
 mod ranks;

@@ -2,12 +2,11 @@
 //! and receive the addresses and keys of a decode's memory.
 
 use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{free_port, test};
-use rustix::net::{AddressFamily, SocketType};
+use kvx_testkit::{connect_from, free_port, test};
 use serde_json::{Value, json};
 
 use super::kvx;
@@ -20,7 +19,7 @@ const TOKENS: usize = 6;
 /// The longest question that a decode may send.
 const LONGEST: usize = 16 << 20;
 
-fn server(role: &str, compat: &str, variables: &[(&str, &str)]) -> Server {
+pub(super) fn server(role: &str, compat: &str, variables: &[(&str, &str)]) -> Server {
     let fields = json!({
         "kv_connector": "MooncakeConnector", "kv_role": role, "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"backends": ["TCP"], "kv_compat": compat, "load_timeout": 5},
@@ -29,18 +28,8 @@ fn server(role: &str, compat: &str, variables: &[(&str, &str)]) -> Server {
     Server::configured(&model(&["--arch", "llama"]), "TCP", &fields, told)
 }
 
-/// Connects from another address of this host.
-fn connect_from(last: u8, port: u16) -> TcpStream {
-    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
-    rustix::net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::new(127, 0, 0, last), 0)).unwrap();
-    rustix::net::connect(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, port)).unwrap();
-    let stream = TcpStream::from(socket);
-    stream.set_write_timeout(Some(LIMIT)).unwrap();
-    stream
-}
-
 /// Returns the greeting of a ZeroMQ socket.
-fn greeting(kind: &str) -> Vec<u8> {
+pub(super) fn greeting(kind: &str) -> Vec<u8> {
     let mut out = vec![0; 64];
     (out[0], out[9], out[10], out[11]) = (0xff, 0x7f, 3, 1);
     out[12..16].copy_from_slice(b"NULL");
@@ -82,7 +71,9 @@ fn connections_of_others_do_not_fail_the_loads_of_decodes() {
         let params = published(&prefill, &prompt);
         let mut crowd = Vec::new();
         for _ in 0..5 {
-            let mut stream = connect_from(2, port);
+            let other = Ipv4Addr::new(127, 0, 0, 2);
+            let mut stream = connect_from(other, (Ipv4Addr::LOCALHOST, port)).unwrap();
+            stream.set_write_timeout(Some(LIMIT)).unwrap();
             let head = [&[2][..], &(LONGEST as u64).to_be_bytes()].concat();
             // All but the last byte of the longest question. An error: it was closed.
             let question = [greeting("REQ"), head, vec![0; LONGEST - 1]].concat();

@@ -78,6 +78,10 @@ impl Proxy {
         self.out.lock().expect("nothing panics with it").join("\n")
     }
 
+    pub(crate) fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.process.id().cast_signed()).expect("it has a process id");
         kill_process(pid, signal).expect("it is not reaped, so its id is its own");

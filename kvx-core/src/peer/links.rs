@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
+use std::time::Instant;
 
 use super::candidates::{Candidate, LinkStage, may_pass, no_route};
 use super::requests::LinkRequest;
@@ -35,7 +36,15 @@ pub(super) struct PeerState {
     /// The waiters for the loss of the peer.
     pub(super) awaiting_loss: Vec<Weak<Promise<Error>>>,
     /// A second handshake that finds out who answers at the address of a lost peer now.
-    pub(super) probe: Option<(LinkId, Option<Arc<dyn Link>>)>,
+    pub(super) probe: Option<Probe>,
+}
+
+/// A handshake with the process that answers at the address of a lost peer now.
+pub(super) struct Probe {
+    pub(super) id: LinkId,
+    pub(super) link: Option<Arc<dyn Link>>,
+    /// The time until which transfers wait for the answer.
+    pub(super) awaited_until: Instant,
 }
 
 impl PeerState {
@@ -47,6 +56,12 @@ impl PeerState {
             );
         }
         self.parked.push(job);
+    }
+
+    /// Returns whether a transfer that is posted to the lost peer waits for a probe. A probe without
+    /// an answer for a while delays no further transfers.
+    fn awaits_probe(&self) -> bool {
+        self.probe.as_ref().is_none_or(|probe| Instant::now() < probe.awaited_until)
     }
 
     /// Resets candidates that were refused for a temporary reason, so that they are tried again.
@@ -191,6 +206,12 @@ impl PeerInner {
         self.state.lock().lost.clone()
     }
 
+    /// Returns the time until which a transfer to a lost peer waits for the probe of its address,
+    /// if a probe is under way.
+    pub(crate) fn probe_awaited_until(&self) -> Option<Instant> {
+        self.state.lock().probe.as_ref().map(|probe| probe.awaited_until)
+    }
+
     /// Finishes `promise` with the reason once the peer is lost.
     pub(crate) fn on_loss(&self, promise: &Arc<Promise<Error>>) {
         let lost = {
@@ -222,19 +243,17 @@ impl PeerInner {
         loop {
             let step = {
                 let mut state = self.state.lock();
-                if state.probe.is_some() {
-                    return state.park(job);
-                }
                 let lost = state.lost.clone();
+                if let Some(error) = &lost
+                    && error.kind() == ErrorKind::PeerLost
+                    && matches!(job, LinkRequest::Transfer(_))
+                    && state.awaits_probe()
+                {
+                    state.park(job);
+                    drop(state);
+                    return self.probe(error);
+                }
                 match (lost, state.candidates.get_mut(at)) {
-                    (Some(error), _)
-                        if error.kind() == ErrorKind::PeerLost
-                            && matches!(job, LinkRequest::Transfer(_)) =>
-                    {
-                        state.park(job);
-                        drop(state);
-                        return self.probe(error);
-                    }
                     (Some(error), _) => Dispatch::Lost(error),
                     (None, None) => {
                         let again = std::mem::take(&mut again) && state.forgive();
@@ -363,9 +382,7 @@ impl PeerInner {
     /// Handles a change of one of this peer's links.
     pub(super) fn link_changed(self: &Arc<Self>, id: LinkId, change: LinkState) {
         let mut state = self.state.lock();
-        if let Some((probing, _)) = &state.probe
-            && *probing == id
-        {
+        if state.probe.as_ref().is_some_and(|probe| probe.id == id) {
             match change {
                 LinkState::Changed => {}
                 LinkState::Restarted => {

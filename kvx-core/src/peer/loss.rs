@@ -3,9 +3,10 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use super::candidates::{Imported, LinkStage};
-use super::links::{PeerInner, PeerState};
+use super::links::{PeerInner, PeerState, Probe};
 use super::requests::LinkRequest;
 use crate::agent::inner::AgentInner;
 use crate::bound::Released;
@@ -14,6 +15,11 @@ use crate::fault_injection::injected;
 use crate::identity::{LinkId, RegionId};
 use crate::transport::Link;
 use crate::{Error, ErrorKind};
+
+/// The time that transfers wait for the answer to a probe. An address at which no process listens
+/// usually refuses at once; over RDMA, and on a host that is down, nobody does, and the handshake
+/// takes seconds to fail.
+const PROBE_PATIENCE: Duration = Duration::from_millis(300);
 
 impl PeerInner {
     /// Marks the peer as lost for good: closes all links and fails what waits.
@@ -38,8 +44,8 @@ impl PeerInner {
 
     /// Connects once more after the loss of a peer, to find out who answers at its address. A
     /// restarted peer is a different error from a dead one: the user should connect again rather
-    /// than wait.
-    pub(super) fn probe(self: &Arc<Self>, lost: Error) {
+    /// than wait. Transfers wait for a short time; a later answer counts for the next ones.
+    pub(super) fn probe(self: &Arc<Self>, lost: &Error) {
         let id = self.agent.new_link(self.as_owner());
         let at = {
             let mut state = self.state.lock();
@@ -47,7 +53,8 @@ impl PeerInner {
                 return self.agent.forget_link(id); // another post has already started one
             }
             let backend = lost.backend();
-            state.probe = Some((id, None));
+            let awaited_until = Instant::now() + PROBE_PATIENCE;
+            state.probe = Some(Probe { id, link: None, awaited_until });
             state
                 .candidates
                 .iter()
@@ -59,7 +66,7 @@ impl PeerInner {
             Ok(link) => {
                 let mut state = self.state.lock();
                 match &mut state.probe {
-                    Some((probing, kept)) if *probing == id => *kept = Some(link),
+                    Some(probe) if probe.id == id => probe.link = Some(link),
                     _ => {
                         drop(state);
                         link.close(); // the answer arrived before the link was returned
@@ -72,7 +79,7 @@ impl PeerInner {
     pub(super) fn probed(self: &Arc<Self>, id: LinkId, restarted: bool) {
         let (probe, parked, error) = {
             let mut state = self.state.lock();
-            if state.probe.as_ref().is_none_or(|(probing, _)| *probing != id) {
+            if state.probe.as_ref().is_none_or(|probe| probe.id != id) {
                 return;
             }
             if restarted {
@@ -81,9 +88,9 @@ impl PeerInner {
             let error = state.lost.clone();
             (state.probe.take(), std::mem::take(&mut state.parked), error)
         };
-        if let Some((id, link)) = probe {
+        if let Some(probe) = probe {
             self.agent.forget_link(id);
-            if let Some(link) = link {
+            if let Some(link) = probe.link {
                 link.close();
             }
         }
@@ -116,7 +123,7 @@ struct ClosedLinks {
 impl ClosedLinks {
     fn all(state: &mut PeerState, error: &Error) -> Self {
         let mut closed = ClosedLinks::default();
-        if let Some((id, Some(link))) = state.probe.take() {
+        if let Some(Probe { id, link: Some(link), .. }) = state.probe.take() {
             closed.links.push((id, link));
         }
         for candidate in &mut state.candidates {

@@ -121,17 +121,18 @@ impl TransferInner {
         if self.over.load(Ordering::Acquire) {
             return;
         }
-        let open = {
+        let is_parked = {
             let mut state = self.state.lock();
             // A transfer can be settled but not resolved: its notification is under way, and the
             // deadline covers that too.
-            let open = matches!(state.outcome, Resolution::Pending);
-            if open {
-                state.post_time = self.posted.elapsed();
+            if !matches!(state.outcome, Resolution::Pending) {
+                return;
             }
-            open
+            state.post_time = self.posted.elapsed();
+            state.stage == TicketStage::Parked
         };
-        let Some(at) = self.deadline.instant().filter(|_| open) else { return };
+        let probe = if is_parked { self.peer.probe_awaited_until() } else { None };
+        let Some(at) = self.deadline.instant().into_iter().chain(probe).min() else { return };
         let watch = self.peer.agent.clock.watch(at, Arc::clone(self) as Arc<dyn Expire>);
         let mut state = self.state.lock();
         if matches!(state.outcome, Resolution::Pending) {

@@ -2,5 +2,6 @@
 
 mod foreign;
 mod hanging;
+mod lost;
 mod names;
 mod still;

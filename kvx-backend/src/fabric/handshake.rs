@@ -45,6 +45,8 @@ impl<F: Fabric> Machine<F> {
 
     /// Initiates a link.
     pub(super) fn connect(&mut self, link: Arc<SharedLink>, address: &[u8], out: &mut Outbox) {
+        // Before the library creates an endpoint, which takes UCX tens of milliseconds.
+        let until = Instant::now() + self.fabric.setup_time() + self.patience();
         let begun = self.random_session_number().and_then(|number| {
             let endpoint = EndpointId(number);
             let Some(keys) = link.keys.clone() else {
@@ -64,7 +66,6 @@ impl<F: Fabric> Machine<F> {
                 }
             }
             Ok((number, greeting, hello)) => {
-                let until = Instant::now() + self.fabric.setup_time() + self.patience();
                 self.look_by(until);
                 self.links.insert(link.id, number);
                 let mut session =

@@ -16,6 +16,7 @@ const SCARCE: &str =
     "raise the limits of this process (ulimit -l, -n; /dev/shm) or transfer less at once";
 const CONFIGURED: &str = "check the options of the table libfabric and the variables FI_*; `fi_info` lists what libfabric has";
 const REFUSED: &str = "the peer's provider denies access: the region was revoked, or the metadata belongs to another agent";
+const QUEUE: &str = "ofi_rxm asks the card for a completion queue for 256 peers, and some cards have no queue of that length: set FI_UNIVERSE_SIZE to the number of peers, such as 16";
 const UNKNOWN: &str = "set FI_LOG_LEVEL=warn for details from libfabric";
 
 /// Returns the error kind of an error number, and what to do next.
@@ -65,6 +66,17 @@ pub(crate) fn native(what: impl Display, errno: Errno) -> Error {
         .with_native(i64::from(errno.0), errno.text())
 }
 
+/// Returns the error of an endpoint that `provider` did not open on `domain`.
+pub(crate) fn endpoint_error(provider: &str, domain: &str, errno: Errno) -> Error {
+    let what = format!("libfabric could not open {provider} on {domain}");
+    // The card refuses the size of the completion queue (libfabric's issue 10692).
+    let is_queue_too_large = matches!(errno.0, libc::EINVAL | libc::ENOMEM);
+    if is_queue_too_large && provider.starts_with("verbs") && provider.contains("ofi_rxm") {
+        return native(format!("{what}: {QUEUE}"), errno);
+    }
+    native(what, errno)
+}
+
 /// Returns the error of a failed operation.
 pub(crate) fn operation_error(what: &str, failed: FailedOperation) -> Error {
     let FailedOperation { errno, provider, .. } = failed;
@@ -82,6 +94,17 @@ pub(crate) fn lost_link() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_completion_queue_that_a_card_refuses_is_named() {
+        let names_it = |provider, errno| {
+            let error = endpoint_error(provider, "rxe0", Errno(errno));
+            assert!(error.sentence().contains("rxe0"), "{error}");
+            error.sentence().contains("FI_UNIVERSE_SIZE")
+        };
+        assert!(names_it("verbs;ofi_rxm", libc::EINVAL) && names_it("verbs;ofi_rxm", libc::ENOMEM));
+        assert!(!names_it("verbs;ofi_rxm", libc::ENODEV) && !names_it("tcp;ofi_rxm", libc::EINVAL));
+    }
 
     #[test]
     fn each_number_has_its_kind_and_a_cure() {

@@ -49,6 +49,8 @@ pub(crate) struct LibfabricFabric {
     turn: u32,
     /// True if addresses of endpoints are text.
     texts: bool,
+    /// True if a separate socket can find out whether a process listens at a peer's address.
+    probes: bool,
     pub(crate) peers: Peers,
     /// The socket by which peers on this host wake this agent, if the provider has no descriptor to
     /// sleep on.
@@ -102,6 +104,7 @@ impl LibfabricFabric {
         LibfabricFabric {
             rails,
             turn: providers::turn(&ours.provider),
+            probes: providers::listens_over_tcp(&ours.provider),
             ours,
             texts,
             peers: Peers::default(),
@@ -325,7 +328,7 @@ unsafe impl Fabric for LibfabricFabric {
                 peer.answers = true;
                 peer.probe = None;
             } else {
-                if peer.probe.is_none() {
+                if peer.probe.is_none() && self.probes {
                     peer.probe = PeerProbe::new(&peer.address.rails[0]);
                 }
                 peer.probe.as_mut().map_or(Ok(()), PeerProbe::check)?;

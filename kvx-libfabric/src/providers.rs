@@ -87,8 +87,13 @@ pub(crate) const SETS_UP: Duration = Duration::from_secs(2);
 const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 
 fn known(provider: &str) -> &'static KnownProvider {
-    let first = provider.split(';').next().unwrap_or_default();
-    KNOWN.iter().find(|known| known.name == first).unwrap_or(&OTHER)
+    let name = core_provider(provider);
+    KNOWN.iter().find(|known| known.name == name).unwrap_or(&OTHER)
+}
+
+/// Returns the name of the provider below all layers: `tcp` for `tcp;ofi_rxm`.
+fn core_provider(provider: &str) -> &str {
+    provider.split(';').next().unwrap_or_default()
 }
 
 /// Returns whether the provider accesses memory of processes on this host.
@@ -99,6 +104,13 @@ pub(crate) fn is_shared_memory(provider: &str) -> bool {
 /// Returns whether the provider uses a card that accesses memory itself.
 pub(crate) fn is_rdma(provider: &str) -> bool {
     known(provider).rdma
+}
+
+/// Returns whether the addresses of the provider's endpoints are those of sockets of the kernel's
+/// TCP. verbs listens at a port of RDMA's connection manager, which has the same form.
+pub(crate) fn listens_over_tcp(provider: &str) -> bool {
+    const OVER_TCP: [&str; 3] = ["tcp", "net", "sockets"];
+    OVER_TCP.contains(&core_provider(provider))
 }
 
 /// Returns the maximum number of pieces per turn: more lower the rate of some cards.
@@ -283,37 +295,68 @@ fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Info
 }
 
 /// Returns the entries of the domains to use: the configured ones, otherwise every card or the
-/// loopback interface.
+/// loopback interface. Errors: `Unavailable`, `Invalid` if domains of several providers are
+/// configured.
 fn on_domains<'a>(found: &'a Infos, config: &Config, provider: &str) -> Result<Vec<&'a Info>> {
-    let of = |domain: &str| found.iter().find(|info| info.domain() == domain);
-    let mut domains: Vec<String> = Vec::new();
-    for domain in found.iter().map(Info::domain) {
-        if !domains.contains(&domain) {
-            domains.push(domain);
-        }
-    }
-    let missing = |domain: &str| {
-        let why = format!(
-            "{provider} has no domain {domain}: name one of {} as \"libfabric.domain\"",
-            domains.join(", ")
-        );
-        ErrorKind::Unavailable.because(why).with_backend(NAME)
+    let of = |domain: &str| {
+        found.iter().find(|info| info.domain() == domain).ok_or_else(|| {
+            let mut domains: Vec<String> = Vec::new();
+            for domain in found.iter().map(Info::domain) {
+                if !domains.contains(&domain) {
+                    domains.push(domain);
+                }
+            }
+            let why = format!(
+                "{provider} has no domain {domain}: name one of {} as \"libfabric.domain\"",
+                domains.join(", ")
+            );
+            ErrorKind::Unavailable.because(why).with_backend(NAME)
+        })
     };
     if !config.domains.is_empty() {
-        return config
-            .domains
-            .iter()
-            .map(|domain| of(domain).ok_or_else(|| missing(domain)))
-            .collect();
+        let rails: Vec<_> =
+            config.domains.iter().map(|domain| of(domain)).collect::<Result<_>>()?;
+        return of_one_provider(&rails).map(|()| rails);
     }
     if is_rdma(provider) {
-        return Ok(domains.iter().filter_map(|domain| of(domain)).take(MAX_RAILS).collect());
+        return Ok(one_for_each_card(found));
     }
     if is_shared_memory(provider) {
         return Ok(found.iter().take(1).collect());
     }
     // To be reachable from other hosts, the user must name an interface.
-    Ok(vec![of("lo").ok_or_else(|| missing("lo"))?])
+    Ok(vec![of("lo")?])
+}
+
+/// Checks that peers can use one form of addresses for all rails. Errors: `Invalid`.
+fn of_one_provider(rails: &[&Info]) -> Result<()> {
+    let Some((first, others)) = rails.split_first() else { return Ok(()) };
+    let Some(other) = others.iter().find(|info| info.provider() != first.provider()) else {
+        return Ok(());
+    };
+    let why = format!(
+        "domain {} is of the provider {} and domain {} of {}: name only domains of one provider as \"libfabric.domain\"",
+        first.domain(),
+        first.provider(),
+        other.domain(),
+        other.provider()
+    );
+    Err(ErrorKind::Invalid.because(why).with_backend(NAME))
+}
+
+/// Returns an entry for each card. All have the provider of the first one: for each card, verbs
+/// also lists domains for datagrams and for shared queue pairs, whose addresses differ.
+fn one_for_each_card(found: &Infos) -> Vec<&Info> {
+    let mut rails: Vec<&Info> = Vec::new();
+    for info in found.iter() {
+        let fits = rails
+            .iter()
+            .all(|rail| rail.provider() == info.provider() && rail.card() != info.card());
+        if fits && rails.len() < MAX_RAILS {
+            rails.push(info);
+        }
+    }
+    rails
 }
 
 /// Lists every provider on every domain, with its properties.
@@ -355,4 +398,59 @@ pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
         }
     }
     Ok(listed)
+}
+
+#[cfg(test)]
+mod tests {
+    use kvx_core::Options;
+
+    use super::*;
+
+    const RXM: &std::ffi::CStr = c"verbs;ofi_rxm";
+    const RXD: &std::ffi::CStr = c"verbs;ofi_rxd";
+
+    fn domains(found: &Infos, options: &str) -> Result<Vec<String>> {
+        let config = Config::read(&Options::parse(options).unwrap()).unwrap();
+        on_domains(found, &config, "verbs").map(|rails| {
+            rails.into_iter().map(|info| format!("{}/{}", info.provider(), info.domain())).collect()
+        })
+    }
+
+    #[test]
+    fn verbs_has_a_rail_for_each_card_and_none_for_its_datagrams() {
+        let found = Infos::of_names(&[
+            (RXM, c"mlx5_0", Some(c"mlx5_0")),
+            (RXM, c"mlx5_0", Some(c"mlx5_0")),
+            (RXM, c"mlx5_0-xrc", Some(c"mlx5_0")),
+            (RXD, c"mlx5_0-dgram", Some(c"mlx5_0")),
+            (RXD, c"mlx5_2-dgram", None),
+            (RXM, c"mlx5_1", None),
+        ]);
+        let rails = domains(&found, "{}").unwrap();
+        assert_eq!(rails, ["verbs;ofi_rxm/mlx5_0", "verbs;ofi_rxm/mlx5_1"]);
+    }
+
+    #[test]
+    fn configured_domains_are_of_one_provider() {
+        let found = Infos::of_names(&[(RXM, c"rxe0", None), (RXD, c"rxe0-dgram", None)]);
+        let with = |domains_option: &str| {
+            domains(&found, &format!(r#"{{"libfabric": {{"domain": {domains_option}}}}}"#))
+        };
+        assert_eq!(with(r#"["rxe0-dgram"]"#).unwrap(), ["verbs;ofi_rxd/rxe0-dgram"]);
+        let mixed = with(r#"["rxe0", "rxe0-dgram"]"#).unwrap_err();
+        assert_eq!(mixed.kind(), ErrorKind::Invalid);
+        assert!(mixed.sentence().contains("verbs;ofi_rxd"), "{mixed}");
+        let missing = with(r#"["mlx5_0"]"#).unwrap_err();
+        assert!(missing.sentence().contains("one of rxe0, rxe0-dgram"), "{missing}");
+    }
+
+    #[test]
+    fn only_sockets_of_the_kernel_listen_over_tcp() {
+        for provider in ["tcp;ofi_rxm", "tcp", "net", "sockets"] {
+            assert!(listens_over_tcp(provider), "{provider}");
+        }
+        for provider in ["verbs;ofi_rxm", "efa", "udp;ofi_rxd", "shm", "opx"] {
+            assert!(!listens_over_tcp(provider), "{provider}");
+        }
+    }
 }

@@ -105,7 +105,6 @@ impl Rail {
     /// endpoint carries messages. Errors: libfabric's.
     pub(crate) fn open(domain: &Arc<Domain>, messages: bool) -> Result<Rail> {
         let info = domain.info();
-        let what = || format!("libfabric could not open {} on {}", info.provider(), info.domain());
         let most = info.depth().clamp(1, WINDOW.0);
         let messages = if messages { Some(MessagePool::new(domain)?) } else { None };
         let operations =
@@ -120,7 +119,8 @@ impl Rail {
             );
             open(false)
         });
-        let endpoint = endpoint.map_err(|errno| error::native(what(), errno))?;
+        let endpoint = endpoint
+            .map_err(|errno| error::endpoint_error(&info.provider(), &info.domain(), errno))?;
         let sockets = match endpoint.wait_method() {
             WaitMethod::Descriptor(queue) => Some(connections::kept_from_children(queue)),
             WaitMethod::Never => None,

@@ -89,6 +89,37 @@ impl Infos {
         }
     }
 
+    /// Links entries to a list, in this order, with only the names of a provider, domain and card.
+    /// It is never freed.
+    #[cfg(test)]
+    pub(crate) fn of_names(
+        entries: &[(&'static CStr, &'static CStr, Option<&'static CStr>)],
+    ) -> std::mem::ManuallyDrop<Infos> {
+        let named = |name: &CStr| name.as_ptr().cast_mut();
+        let mut next = ptr::null_mut();
+        for (provider, domain, card) in entries.iter().rev() {
+            let device_attr = |name| fi_device_attr { name: named(name), ..Default::default() };
+            let nic = |name| fid_nic {
+                device_attr: Box::leak(Box::new(device_attr(name))),
+                ..Default::default()
+            };
+            next = Box::leak(Box::new(fi_info {
+                next,
+                fabric_attr: Box::leak(Box::new(fi_fabric_attr {
+                    prov_name: named(provider),
+                    ..Default::default()
+                })),
+                domain_attr: Box::leak(Box::new(fi_domain_attr {
+                    name: named(domain),
+                    ..Default::default()
+                })),
+                nic: card.map_or(ptr::null_mut(), |name| Box::leak(Box::new(nic(name)))),
+                ..Default::default()
+            }));
+        }
+        std::mem::ManuallyDrop::new(Infos(next))
+    }
+
     /// Iterates over the entries, in libfabric's order of preference.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Info> {
         let mut next = self.0.cast_const();
@@ -239,6 +270,15 @@ impl Info {
     /// Returns whether addresses are text rather than of a fixed length.
     pub(crate) fn has_text_addresses(&self) -> bool {
         self.0.addr_format == FI_ADDR_STR
+    }
+
+    /// Returns the name of the card, which several domains may share. Providers without a card
+    /// have one domain for each interface.
+    pub(crate) fn card(&self) -> String {
+        // SAFETY: both are null or valid.
+        let device = unsafe { self.0.nic.as_ref().and_then(|nic| nic.device_attr.as_ref()) };
+        let name = device.map(|device| text(device.name)).unwrap_or_default();
+        if name.is_empty() { self.domain() } else { name }
     }
 
     /// Returns the PCI address of the card, if the provider reports it.

@@ -53,6 +53,10 @@ pub enum HungPageScope {
     /// All work of the agent on the thread of this backend that touches the page. Its other peers
     /// may count as lost.
     Agent,
+    /// Blocks no work, not even the transfers that need the page: registration pins the pages, and
+    /// a card moves their bytes without page faults. A page that the program discards afterwards
+    /// stays pinned, and transfers move its old bytes.
+    None,
 }
 
 /// A value that may differ for reads and writes, usually a boolean.

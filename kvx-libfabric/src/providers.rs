@@ -5,7 +5,8 @@ use std::time::Duration;
 use kvx_backend::capabilities::of_library;
 use kvx_backend::devices::rdma_devices;
 use kvx_core::{
-    Capabilities, Error, ErrorKind, Idle, Isolation, MemoryKind, MemoryKinds, PerOp, Result,
+    Capabilities, Error, ErrorKind, HungPageScope, Idle, Isolation, MemoryKind, MemoryKinds, PerOp,
+    Result,
 };
 
 use crate::config::{Config, MAX_RAILS};
@@ -24,6 +25,7 @@ struct KnownProvider {
     target_cpu: bool,
     /// True if posted operations end whatever the peer does.
     settles: bool,
+    hung_page: HungPageScope,
 }
 
 /// The known providers, in order of preference. EFA and verbs are not known to work before 1.21,
@@ -38,6 +40,7 @@ const KNOWN: &[KnownProvider] = &[
         isolation: Isolation::Nic,
         target_cpu: true,
         settles: false,
+        hung_page: HungPageScope::Agent,
     },
     KnownProvider {
         name: "verbs",
@@ -46,6 +49,7 @@ const KNOWN: &[KnownProvider] = &[
         isolation: Isolation::Nic,
         target_cpu: false,
         settles: true,
+        hung_page: HungPageScope::None,
     },
     // The owner's library checks key and range of each request, and answers it.
     KnownProvider {
@@ -55,6 +59,7 @@ const KNOWN: &[KnownProvider] = &[
         isolation: Isolation::Owner,
         target_cpu: true,
         settles: false,
+        hung_page: HungPageScope::Agent,
     },
     // kvx copies from or to the other process before a post returns.
     KnownProvider {
@@ -64,6 +69,7 @@ const KNOWN: &[KnownProvider] = &[
         isolation: Isolation::Cooperative,
         target_cpu: false,
         settles: true,
+        hung_page: HungPageScope::Agent,
     },
 ];
 
@@ -75,6 +81,7 @@ const OTHER: KnownProvider = KnownProvider {
     isolation: Isolation::Cooperative,
     target_cpu: true,
     settles: false,
+    hung_page: HungPageScope::Agent,
 };
 
 /// The shared memory provider.
@@ -162,13 +169,14 @@ pub(crate) unsafe fn bound_kept_messages() {
 
 /// Returns the provider's capabilities, except those that depend on the link.
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
-    let KnownProvider { isolation, target_cpu, settles, .. } = *known(provider);
+    let KnownProvider { isolation, target_cpu, settles, hung_page, .. } = *known(provider);
     Capabilities {
         isolation: PerOp::same(isolation),
         idle,
         target_cpu: PerOp::same(target_cpu),
         peer_loss_within: Some(LOSS),
         settles_without_peer: PerOp::same(settles),
+        hung_page,
         ..of_library(memory)
     }
 }

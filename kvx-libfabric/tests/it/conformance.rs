@@ -36,6 +36,16 @@ const DEVICE: Suite = Suite {
     ..TCP
 };
 
+/// The variable that adds [`VERBS`]: `cargo xtask rdma` sets it where there is a card.
+const RDMA: &str = "KVX_RDMA_TEST";
+
+/// Over an RDMA card, with the domains that kvx chooses.
+const VERBS: Suite = Suite {
+    label: "LIBFABRIC-verbs",
+    options: r#"{"libfabric": {"provider": "verbs"}}"#,
+    ..Suite::over("LIBFABRIC")
+};
+
 pub(crate) fn suites() -> Vec<Suite> {
     let namespace = Suite { label: "LIBFABRIC-namespace", ..TCP }.in_another_namespace();
     let user = Suite { label: "LIBFABRIC-user", ..TCP }.as_another_user();
@@ -44,5 +54,9 @@ pub(crate) fn suites() -> Vec<Suite> {
         options: r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": "eth0"}}"#,
         ..TCP
     };
-    vec![TCP, SHM, DEVICE, namespace, user, hosts.on_two_hosts()]
+    let mut suites = vec![TCP, SHM, DEVICE, namespace, user, hosts.on_two_hosts()];
+    if std::env::var_os(RDMA).is_some() {
+        suites.push(VERBS);
+    }
+    suites
 }

@@ -23,6 +23,9 @@ const SUITES: &str = "KVX_UCX_TEST_SUITES";
 
 const TCP: &str = r#"{"ucx": {"tls": "tcp"}}"#;
 const SHARED: &str = r#"{"ucx": {"tls": "sm"}}"#;
+/// Over an RDMA card alone. Over `rc` cards access memory, over `ud` UCX sends messages.
+const RC: &str = r#"{"ucx": {"tls": ["rc", "self"]}}"#;
+const UD: &str = r#"{"ucx": {"tls": ["ud", "self"]}}"#;
 const THREADS: &str = r#"{"num_threads": 2}"#;
 const GAPS: &[Gap] = &[];
 /// The variable that adds suites through shared memory alone. On one host UCX chooses the same
@@ -56,7 +59,7 @@ const DEVICE: Suite = Suite {
 };
 
 /// Returns a version's suites: over tcp, over shared memory and cma, by default, and with several
-/// threads.
+/// threads; or over RDMA.
 fn suites(version: &Version) -> Vec<Suite> {
     let (mut suites, through_shared_memory) = match version.label {
         "UCX-1.13" => (
@@ -75,6 +78,7 @@ fn suites(version: &Version) -> Vec<Suite> {
             ],
             suite("UCX-1.22-sm", SHARED),
         ),
+        versions::VERBS => return vec![suite("UCX-verbs-rc", RC), suite("UCX-verbs-ud", UD)],
         other => panic!("{other} has no suites"),
     };
     if is_asked_for(MORE, through_shared_memory.label) {

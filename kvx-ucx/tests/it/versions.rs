@@ -1,5 +1,5 @@
 //! The versions of UCX that tests run on: Debian's 1.13, the wheel's 1.22, and 1.23 from NIXL's
-//! wheel.
+//! wheel; over RDMA, 1.20 from another wheel.
 //!
 //! A process can load only one UCX, the one that `KVX_UCX_LIB` names at that time. So a test
 //! program starts itself once per version, with that variable and [`CHILD`] set.
@@ -24,11 +24,14 @@ pub(crate) struct Version {
     /// True if its process crashes in exit handlers after a success. The network library that
     /// NIXL's wheel includes for its card modules does that when it is loaded without NIXL.
     pub(crate) ends_badly: bool,
-    /// The lowest tier that includes it.
-    tier: Tier,
+    /// The lowest tier that includes it; `None` if only `cargo xtask rdma` runs its suites.
+    tier: Option<Tier>,
     cure: &'static str,
     file: fn() -> Option<PathBuf>,
 }
+
+/// The label of the version that runs over RDMA cards.
+pub(crate) const VERBS: &str = "UCX-verbs";
 
 const INSTALL: &str = "cargo xtask test --install";
 
@@ -37,7 +40,7 @@ pub(crate) const VERSIONS: &[Version] = &[
         label: "UCX-1.13",
         number: (1, 13),
         ends_badly: false,
-        tier: Tier::Whole,
+        tier: Some(Tier::Whole),
         cure: INSTALL,
         file: debian,
     },
@@ -45,7 +48,7 @@ pub(crate) const VERSIONS: &[Version] = &[
         label: "UCX-1.22",
         number: (1, 22),
         ends_badly: false,
-        tier: Tier::Usual,
+        tier: Some(Tier::Usual),
         cure: INSTALL,
         file: wheel,
     },
@@ -53,15 +56,26 @@ pub(crate) const VERSIONS: &[Version] = &[
         label: "UCX-1.23",
         number: (1, 23),
         ends_badly: true,
-        tier: Tier::Whole,
+        tier: Some(Tier::Whole),
         cure: INSTALL,
         file: nixl,
+    },
+    // From the wheel mpich, with RDMA.
+    Version {
+        label: VERBS,
+        number: (1, 20),
+        ends_badly: false,
+        tier: None,
+        cure: "cargo xtask rdma",
+        file: named,
     },
 ];
 
 /// Returns the versions that this run's tier includes.
 pub(crate) fn of_this_run() -> impl Iterator<Item = &'static Version> {
-    VERSIONS.iter().filter(|version| version.tier.runs_or_says(version.label))
+    VERSIONS
+        .iter()
+        .filter(|version| version.tier.is_some_and(|tier| tier.runs_or_says(version.label)))
 }
 
 /// Returns the version that this process was started for; `None` in the parent.
@@ -139,6 +153,11 @@ fn debian() -> Option<PathBuf> {
     let folders =
         ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"];
     folders.iter().map(|folder| Path::new(folder).join("libucp.so.0")).find(|file| file.exists())
+}
+
+/// Returns the library that the process was started with.
+fn named() -> Option<PathBuf> {
+    std::env::var_os("KVX_UCX_LIB").map(PathBuf::from)
 }
 
 /// Returns the wheel's library.

@@ -20,7 +20,7 @@ struct KnownProvider {
     rdma: bool,
     /// The first version of libfabric whose provider of this name kvx uses.
     since: Version,
-    isolation: Isolation,
+    isolation: PerOp<Isolation>,
     /// True if peers can access the target's memory only while it calls the provider.
     target_cpu: bool,
     /// True if posted operations end whatever the peer does.
@@ -37,7 +37,7 @@ const KNOWN: &[KnownProvider] = &[
         name: "efa",
         rdma: true,
         since: Version::of(1, 21),
-        isolation: Isolation::Nic,
+        isolation: PerOp::same(Isolation::Nic),
         target_cpu: true,
         settles: false,
         hung_page: HungPageScope::Agent,
@@ -46,7 +46,8 @@ const KNOWN: &[KnownProvider] = &[
         name: "verbs",
         rdma: true,
         since: Version::of(1, 21),
-        isolation: Isolation::Nic,
+        // A write to memory that is registered for reads alone succeeded (2.5.1 on soft-RoCE).
+        isolation: PerOp { read: Isolation::Nic, write: Isolation::Cooperative },
         target_cpu: false,
         settles: true,
         hung_page: HungPageScope::None,
@@ -56,7 +57,7 @@ const KNOWN: &[KnownProvider] = &[
         name: "tcp",
         rdma: false,
         since: Version::of(1, 17),
-        isolation: Isolation::Owner,
+        isolation: PerOp::same(Isolation::Owner),
         target_cpu: true,
         settles: false,
         hung_page: HungPageScope::Agent,
@@ -66,7 +67,7 @@ const KNOWN: &[KnownProvider] = &[
         name: SHARED,
         rdma: false,
         since: Version::of(1, 17),
-        isolation: Isolation::Cooperative,
+        isolation: PerOp::same(Isolation::Cooperative),
         target_cpu: false,
         settles: true,
         hung_page: HungPageScope::Agent,
@@ -78,7 +79,7 @@ const OTHER: KnownProvider = KnownProvider {
     name: "",
     rdma: false,
     since: Version::of(1, 17),
-    isolation: Isolation::Cooperative,
+    isolation: PerOp::same(Isolation::Cooperative),
     target_cpu: true,
     settles: false,
     hung_page: HungPageScope::Agent,
@@ -171,7 +172,7 @@ pub(crate) unsafe fn bound_kept_messages() {
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
     let KnownProvider { isolation, target_cpu, settles, hung_page, .. } = *known(provider);
     Capabilities {
-        isolation: PerOp::same(isolation),
+        isolation,
         idle,
         target_cpu: PerOp::same(target_cpu),
         peer_loss_within: Some(LOSS),

@@ -17,10 +17,12 @@
 //! | `RNDV_THRESH=inf` | kvx sends no message by rendezvous. With rendezvous on and peer failures reported, UCX refuses zero-copy lanes whose registrations cannot be invalidated, such as cma and tcp, and emulates gets and puts |
 //! | `MM_ERROR_HANDLING=y` | shared memory can report peer failures; UCX does not use it otherwise |
 //! | `KEEPALIVE_INTERVAL=1s` | how often UCX checks a peer that is silent on its lanes; UCX's default is 20 s |
+//! | `IB_FORK_INIT=n` | with it, pages that hold registered memory are missing in forked children, which crash if other data is in the same pages. Set if there is a card, since Linux 5.13, which copies pinned pages at a fork |
 //! | `TCP_TX_SEG_SIZE=256k`, `TCP_RX_SEG_SIZE=256k` | doubles the rate of emulated gets over tcp, at the cost of buffers of this size per connection |
 
 use std::path::{Path, PathBuf};
 
+use kvx_backend::devices::rdma_devices;
 use kvx_core::{ErrorKind, Options, Result, Table};
 
 /// kvx's defaults for settings that the user has not set. The last column lists further variables
@@ -32,6 +34,10 @@ const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("TCP_TX_SEG_SIZE", "256k", &[]),
     ("TCP_RX_SEG_SIZE", "256k", &[]),
 ];
+
+/// A default on machines with RDMA cards whose kernels copy pinned pages at a fork. UCX warns of it
+/// elsewhere.
+const NO_FORK_INIT: &[(&str, &str, &[&str])] = &[("IB_FORK_INIT", "n", &[])];
 
 /// The number of progress threads without the option `num_threads`.
 pub(crate) const NUM_THREADS: u32 = 1;
@@ -85,14 +91,17 @@ impl Config {
         })
     }
 
-    /// Returns whether the user names tcp among the transports: in the options, else in the
-    /// environment, else in a configuration file that the library at `library` reads.
-    pub(crate) fn names_tcp(&self, library: &Path) -> bool {
+    /// Returns the transports that the user has named: in the options, else in the environment,
+    /// else in a configuration file that the library at `library` reads.
+    pub(crate) fn transports(&self, library: &Path) -> Option<String> {
         let chosen = self.chosen.iter().rev().find(|setting| setting.name == "TLS");
         let tls = chosen.map(|setting| setting.value.clone());
-        let tls = tls
-            .or_else(|| std::env::var("UCX_TLS").ok())
-            .or_else(|| named_transports(&files(library)));
+        tls.or_else(|| std::env::var("UCX_TLS").ok()).or_else(|| named_transports(&files(library)))
+    }
+
+    /// Returns whether the user names tcp among the transports.
+    pub(crate) fn names_tcp(&self, library: &Path) -> bool {
+        let tls = self.transports(library);
         tls.is_some_and(|tls| tls.split(',').any(|transport| transport.trim() == "tcp"))
     }
 
@@ -100,7 +109,10 @@ impl Config {
     /// these by name, without `UCX_`.
     fn settings_unless(&self, is_set: impl Fn(&str) -> bool) -> Vec<Setting> {
         let chosen = |name: &str| self.chosen.iter().any(|setting| setting.name == name);
-        let defaults = DEFAULTS.iter().filter(|(name, _, others)| {
+        let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let no_fork_init = !rdma_devices().is_empty() && copies_pinned_pages(&release);
+        let no_fork_init = NO_FORK_INIT.iter().filter(|_| no_fork_init);
+        let defaults = DEFAULTS.iter().chain(no_fork_init).filter(|(name, _, others)| {
             !std::iter::once(name).chain(*others).any(|name| is_set(name) || chosen(name))
         });
         let defaults = defaults.map(|(name, value, _)| Setting {
@@ -110,6 +122,19 @@ impl Config {
         });
         defaults.chain(self.chosen.iter().cloned()).collect()
     }
+}
+
+/// Returns whether a kernel copies pinned pages at a fork, so that cards and children each have
+/// their own: since Linux 5.13, which reports it to libibverbs.
+fn copies_pinned_pages(release: &str) -> bool {
+    let mut numbers = release.split(|other: char| !other.is_ascii_digit());
+    let mut number = || numbers.next().and_then(|number| number.parse::<u32>().ok()).unwrap_or(0);
+    (number(), number()) >= (5, 13)
+}
+
+/// Returns the setting with which UCX uses no RDMA card.
+pub(crate) fn no_rdma() -> Setting {
+    required("TLS", "^ib".to_owned())
 }
 
 fn required(name: &str, value: String) -> Setting {
@@ -265,14 +290,15 @@ mod tests {
     #[test]
     fn what_the_user_set_wins_over_kvx() {
         let config = read(r#"{"ucx": {"tls": "rc", "set": "KEEPALIVE_INTERVAL=5s"}}"#).unwrap();
-        let settings = config
-            .settings_unless(|name| ["RNDV_THRESH", "SYSV_ERROR_HANDLING", "TLS"].contains(&name));
+        let settings = config.settings_unless(|name| {
+            ["RNDV_THRESH", "SYSV_ERROR_HANDLING", "TLS", "IB_FORK_INIT"].contains(&name)
+        });
         assert_eq!(
             shown(&settings),
             ["TCP_TX_SEG_SIZE=256k", "TCP_RX_SEG_SIZE=256k", "TLS=rc", "KEEPALIVE_INTERVAL=5s"]
         );
         assert_eq!(settings.iter().filter(|setting| setting.required).count(), 2);
-        let untouched = read("{}").unwrap().settings_unless(|_| false);
+        let untouched = read("{}").unwrap().settings_unless(|name| name == "IB_FORK_INIT");
         assert_eq!(
             shown(&untouched),
             [
@@ -283,6 +309,16 @@ mod tests {
                 "TCP_RX_SEG_SIZE=256k"
             ]
         );
+    }
+
+    #[test]
+    fn kernels_since_5_13_copy_pinned_pages() {
+        for release in ["5.13.0", "5.15.0-105-generic", "6.1.0-57-amd64", "10.0-rc1"] {
+            assert!(copies_pinned_pages(release), "{release}");
+        }
+        for release in ["5.12.19", "4.18.0-553.el8.x86_64", "", "five"] {
+            assert!(!copies_pinned_pages(release), "{release}");
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@ use crate::address::Address;
 use crate::config::{self, Config};
 use crate::error::{self, NAME};
 use crate::fabric::{SETS_UP, UcxFabric};
-use crate::ffi::{self, Library, Worker};
+use crate::ffi::{self, Library, Version, Worker};
 use crate::memory::{MemoryRegistrar, kinds};
 use crate::route::{KILLED_AMID, SHARED_QUEUES};
 
@@ -27,6 +27,10 @@ const LOSS: Duration = Duration::from_secs(5).saturating_add(SETS_UP);
 /// UCX answers gets over tcp with messages, and aborts when it cannot send an answer. Seen with
 /// 1.13.1 and 1.22.0: `Fatal: unexpected error: Endpoint timeout`.
 const OVER_TCP: &str = "over tcp, UCX aborts the target's process if the reading peer ends during a read: kvx uses UCX over tcp only if ucx.tls or UCX_TLS names tcp, and otherwise the backend TCP";
+/// The first version that kvx uses over RDMA cards. 1.13.1 of Debian 12 ended by a failed assertion
+/// in `ucp_request_send_state_ff` when an endpoint was closed whose peer had never answered.
+const RDMA_SINCE: Version = Version::new(1, 14, 0);
+const OLD_RDMA: &str = "UCX before 1.14 aborts the process when it closes an RDMA connection that never came up: kvx uses its RDMA only if ucx.tls or UCX_TLS names transports; set KVX_UCX_LIB to a newer UCX";
 /// Prefixes of UCX's RDMA transports.
 const RDMA: &[&str] = &["rc", "dc", "ud", "srd", "gga"];
 
@@ -55,7 +59,12 @@ fn named<T>(start: impl FnOnce() -> T) -> T {
 
 /// Creates a context with these options. Errors: `Invalid`, `Unavailable`, UCX's.
 fn context(library: &'static Library, options: &Options) -> Result<Arc<ffi::UcxContext>> {
-    let settings = Config::read(options)?.settings(library.path());
+    let config = Config::read(options)?;
+    let mut settings = config.settings(library.path());
+    let old = library.version() < RDMA_SINCE && !rdma_devices().is_empty();
+    if old && config.transports(library.path()).is_none() {
+        settings.push(config::no_rdma());
+    }
     ffi::UcxContext::new(library, &settings).map_err(|(status, setting)| match setting {
         Some(setting) => error::native(format!("UCX refuses the setting {setting}"), status)
             .with_kind(ErrorKind::Invalid),
@@ -108,7 +117,9 @@ impl Factory for Ucx {
         devices.dedup();
         let cards = rdma_devices();
         let mut cautions = Vec::new();
-        if !rdma && !cards.is_empty() {
+        if library.version() < RDMA_SINCE && !cards.is_empty() {
+            cautions.push(OLD_RDMA.to_owned());
+        } else if !rdma && !cards.is_empty() {
             cautions.push(format!(
                 "UCX uses none of this machine's RDMA cards ({}): it was built without RDMA, or its settings exclude the cards",
                 cards.join(", ")

@@ -8,6 +8,7 @@ use clap::{Args, Parser, Subcommand};
 use crate::fuzz::FuzzOptions;
 use crate::interop::Interop;
 use crate::peers;
+use crate::rdma::RdmaOptions;
 use crate::test::steps;
 use crate::test::tier::Tier;
 
@@ -61,6 +62,9 @@ pub(crate) enum Request {
     },
     /// Test and measure on this machine's NVIDIA GPU (docs/library/gpu.md)
     Gpu(GpuOptions),
+    /// Run the contract over RDMA verbs, with a card in software in a virtual machine (Debian 12, as
+    /// root)
+    Rdma(RdmaOptions),
     /// Run random work for hours while peers are killed, restarted and revoked
     /// (docs/project/reliability.md)
     Soak(SoakOptions),

@@ -19,6 +19,7 @@ mod metadata;
 mod package;
 mod peers;
 mod process;
+mod rdma;
 mod reliability;
 mod sbom;
 mod skips;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         Request::Kernels(options) => kernels::run(options.check),
         Request::Peers { names } => peers::command(&names),
         Request::Gpu(options) => gpu::run(&options),
+        Request::Rdma(options) => rdma::run(&options),
         Request::Soak(options) => reliability::soak(&options),
         Request::Faults(options) => reliability::faults(&options),
         Request::Fuzz(options) => fuzz::run(&options),

@@ -122,6 +122,11 @@ impl Control {
         self.command(&format!("calls {function}")) as u64
     }
 
+    /// Returns how often a function was called by threads whose name begins with `thread`.
+    pub fn calls_by(&self, function: &str, thread: &str) -> u64 {
+        self.command(&format!("calls {function} {thread}")) as u64
+    }
+
     /// Returns how often memory was misused: used after it was freed, freed twice, or used out of
     /// bounds.
     pub fn faults(&self) -> u64 {

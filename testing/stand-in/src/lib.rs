@@ -22,12 +22,15 @@
 //! | `cuda-version 12080`, `hip-version 60100000` | sets the versions of the drivers |
 //! | `no-peers` | devices cannot access each other |
 //! | `fail NAME CODE TIMES [SKIP]` | after SKIP calls, the next TIMES calls fail (or `always`) |
-//! | `well` | no call fails any more, and broken devices work again |
+//! | `well` | no call fails or is slow any more, and broken devices work again |
 //! | `reset` | restores the initial state, including counts |
 //! | `delay MICROSECONDS` | the least time of each copy and each launch |
 //! | `late MICROSECONDS` | delays each event after the work that it marks |
 //! | `hold`, `release` | stops streams before their next piece of work, and continues them |
-//! | `calls NAME` | returns how often a function was called |
+//! | `slow NAME MICROSECONDS` | delays each call of a function |
+//! | `hide-imports LEVEL` | does not tell the range of other processes' memory: by the usual function (1), by attributes (2), nor its number (3) |
+//! | `other-context` | device memory belongs to another context than the primary one |
+//! | `calls NAME [THREAD]` | returns how often a function was called, by threads whose name begins with THREAD |
 //! | `faults` | returns how often memory was misused |
 //! | `allocated` | returns the bytes of allocated device memory |
 

@@ -75,6 +75,12 @@ impl Allocation {
         }
     }
 
+    /// Returns whether it is memory of another process whose range the driver does not tell by this
+    /// means.
+    pub(crate) fn hides_its_range(&self, means: u8) -> bool {
+        matches!(self.origin, Origin::Opened(_)) && settings().hidden_imports >= means
+    }
+
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }

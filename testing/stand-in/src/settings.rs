@@ -17,9 +17,16 @@ pub(crate) struct Settings {
     pub(crate) peers: bool,
     pub(crate) delay: Duration,
     pub(crate) late: Duration,
+    /// How much of other processes' memory is hidden: 1 for its range by the usual function, 2 also
+    /// by attributes, 3 also its number.
+    pub(crate) hidden_imports: u8,
+    /// True if all memory belongs to another context than the primary one.
+    pub(crate) other_context: bool,
     held: bool,
     failures: Vec<Failure>,
-    calls: HashMap<&'static str, u64>,
+    slow: HashMap<String, Duration>,
+    /// The number of calls of a function, by the name of the thread.
+    calls: HashMap<(&'static str, String), u64>,
     faults: u64,
 }
 
@@ -44,8 +51,11 @@ fn at_first() -> Settings {
         peers: true,
         delay: Duration::ZERO,
         late: Duration::ZERO,
+        hidden_imports: 0,
+        other_context: false,
         held: false,
         failures: Vec::new(),
+        slow: HashMap::new(),
         calls: HashMap::new(),
         faults: 0,
     };
@@ -65,10 +75,23 @@ pub(crate) fn settings() -> MutexGuard<'static, Settings> {
     SETTINGS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Counts a call, and returns the error with which it must fail, if any.
+/// Counts a call, delays it if a test requests that, and returns the error with which it must fail,
+/// if any.
 pub(crate) fn called(function: &'static str) -> Option<Code> {
+    let thread = rustix::thread::name().unwrap_or_default();
     let mut settings = settings();
-    *settings.calls.entry(function).or_default() += 1;
+    *settings.calls.entry((function, thread.to_string_lossy().into_owned())).or_default() += 1;
+    if let Some(time) = settings.slow.get(function).copied() {
+        drop(settings);
+        std::thread::sleep(time);
+        return failure(function);
+    }
+    drop(settings);
+    failure(function)
+}
+
+fn failure(function: &'static str) -> Option<Code> {
+    let mut settings = settings();
     let failure = settings
         .failures
         .iter_mut()
@@ -100,6 +123,12 @@ pub(crate) fn wait_until_released() {
 }
 
 impl Settings {
+    /// Returns how often threads whose name begins with `thread` have called a function.
+    fn calls(&self, function: &str, thread: &str) -> i64 {
+        let its = |(called, by): &(&str, String)| *called == function && by.starts_with(thread);
+        self.calls.iter().filter(|(call, _)| its(call)).map(|(_, calls)| *calls as i64).sum()
+    }
+
     /// Executes a command that changes a setting. Returns `None` if it is another command.
     pub(crate) fn apply(&mut self, command: &str) -> Option<i64> {
         let words: Vec<&str> = command.split_whitespace().collect();
@@ -114,7 +143,10 @@ impl Settings {
             ["late", time] => self.late = micros(time)?,
             ["hold"] => self.held = true,
             ["release"] => self.held = false,
-            ["well"] => self.failures.clear(),
+            ["well"] => {
+                self.failures.clear();
+                self.slow.clear();
+            }
             ["reset"] => *self = at_first(),
             ["fail", function, code, times, ref skip @ ..] => {
                 let times = if times == "always" { u64::MAX } else { times.parse().ok()? };
@@ -131,9 +163,11 @@ impl Settings {
                     times,
                 });
             }
-            ["calls", function] => {
-                return Some(self.calls.get(function).map_or(0, |calls| *calls as i64));
-            }
+            ["calls", function] => return Some(self.calls(function, "")),
+            ["calls", function, thread] => return Some(self.calls(function, thread)),
+            ["slow", function, time] => _ = self.slow.insert(function.to_owned(), micros(time)?),
+            ["hide-imports", level] => self.hidden_imports = level.parse().ok()?,
+            ["other-context"] => self.other_context = true,
             ["faults"] => return Some(self.faults as i64),
             _ => return None,
         }

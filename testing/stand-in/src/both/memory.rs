@@ -46,6 +46,9 @@ both! {
         current()?;
         let memory = memory();
         let (start, found) = memory.around(address).ok_or(Code::NOT_FOUND)?;
+        if found.hides_its_range(1) {
+            return Err(Code::INVALID_VALUE);
+        }
         base.set_if_wanted(start);
         len.set_if_wanted(found.len);
         Ok(())

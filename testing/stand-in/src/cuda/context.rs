@@ -43,7 +43,8 @@ fn of_handle(handle: Handle) -> Answer<Device> {
     devices.find(|device| to_handle(*device) == handle).ok_or(Code::INVALID_CONTEXT)
 }
 
-fn to_handle(device: Device) -> Handle {
+/// Returns the handle of a device's primary context.
+pub(super) fn to_handle(device: Device) -> Handle {
     FIRST + device.0 * 16
 }
 

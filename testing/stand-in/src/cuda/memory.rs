@@ -2,12 +2,13 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
-use super::context::{current, initialised};
+use super::context::{current, initialised, to_handle};
 use crate::argument::{In, answer};
 use crate::code::{Answer, Code};
 use crate::devices::Maker;
 use crate::mapping::is_of_device;
 use crate::memory::{Origin, memory, memory_mut};
+use crate::settings::settings;
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFree_v2(address: u64) -> c_int {
@@ -52,7 +53,24 @@ fn attribute(name: c_int, value: *mut c_void, address: u64) -> Answer {
     let device = memory.around(address);
     let pinned = memory.pinned_around(address).filter(|_| !is_of_device(address));
     let origin = device.map(|(_, found)| found.origin);
+    let ranged = device.filter(|(_, found)| !found.hides_its_range(2));
     match name {
+        // The context; virtual memory and memory of pools has none.
+        1 => put(
+            value,
+            match device {
+                Some((_, found)) if !matches!(origin, Some(Origin::Virtual | Origin::Pool)) => {
+                    let other = usize::from(settings().other_context);
+                    to_handle(found.device) + other
+                }
+                _ => 0,
+            },
+        ),
+        // The number of the allocation.
+        7 => put(
+            value,
+            device.filter(|(_, found)| !found.hides_its_range(3)).map_or(0, |(base, _)| base),
+        ),
         // The type of memory: 1 for the host, 2 for a device.
         2 => put(value, if device.is_some() { 2_u32 } else { u32::from(pinned.is_some()) }),
         // Whether the memory is managed; the size is that of a C++ bool.
@@ -60,11 +78,11 @@ fn attribute(name: c_int, value: *mut c_void, address: u64) -> Answer {
         9 => put(value, device.map_or(-2, |(_, found)| Maker::Cuda.ordinal(found.device))),
         10 => put(value, u8::from(origin == Some(Origin::Plain))),
         11 => {
-            put(value, device.map(|(base, _)| base).or(pinned.map(|(base, _)| base)).unwrap_or(0))
+            put(value, ranged.map(|(base, _)| base).or(pinned.map(|(base, _)| base)).unwrap_or(0))
         }
         12 => put(
             value,
-            device.map(|(_, found)| found.len).or(pinned.map(|(_, len)| len)).unwrap_or(0),
+            ranged.map(|(_, found)| found.len).or(pinned.map(|(_, len)| len)).unwrap_or(0),
         ),
         // The pool.
         17 => put(value, if origin == Some(Origin::Pool) { 0x0900_0000_usize } else { 0 }),

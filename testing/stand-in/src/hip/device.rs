@@ -45,7 +45,11 @@ extern "C" fn hipGetErrorName(error: c_int) -> *const c_char {
 
 #[unsafe(no_mangle)]
 extern "C" fn hipGetErrorString(error: c_int) -> *const c_char {
-    Code(error).text().map_or(c"unknown error".as_ptr(), CStr::as_ptr)
+    // HIP has texts since version 6.
+    match settings().hip_version < 60_000_000 {
+        true => Code(error).hip_name().as_ptr(),
+        false => Code(error).text().map_or(c"unknown error".as_ptr(), CStr::as_ptr),
+    }
 }
 
 #[unsafe(no_mangle)]

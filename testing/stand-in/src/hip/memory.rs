@@ -89,14 +89,18 @@ fn of_address(address: u64) -> Answer<PointerAttributes> {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn hipPointerGetAttribute(pool: Out<usize>, name: c_int, address: u64) -> c_int {
+extern "C" fn hipPointerGetAttribute(value: Out<usize>, name: c_int, address: u64) -> c_int {
     answer("hipPointerGetAttribute", || {
-        // kvx reads only the attribute for the pool.
-        if name != 17 {
-            return Err(Code::INVALID_VALUE);
-        }
         let memory = memory();
-        let (_, found) = memory.around(address).ok_or(Code::INVALID_VALUE)?;
-        pool.set(if found.origin == Origin::Pool { 0x0900_0000 } else { 0 })
+        let (base, found) = memory.around(address).ok_or(Code::INVALID_VALUE)?;
+        // kvx reads only these attributes: the range, and the pool.
+        value.set(match name {
+            11 | 12 if found.hides_its_range(2) => return Err(Code::INVALID_VALUE),
+            11 => base as usize,
+            12 => found.len,
+            17 if found.origin == Origin::Pool => 0x0900_0000,
+            17 => 0,
+            _ => return Err(Code::INVALID_VALUE),
+        })
     })
 }

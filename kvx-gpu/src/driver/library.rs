@@ -98,8 +98,11 @@ impl Library {
         });
         let Vendor { name: driver, noun, .. } = self.vendor;
         let name = name.unwrap_or_else(|| format!("{driver} status {status}"));
-        let text = text.unwrap_or_else(|| format!("the {noun} has no text for this status"));
-        format!("{name}: {text}")
+        match text {
+            Some(text) if text == name => name, // HIP before 6
+            Some(text) => format!("{name}: {text}"),
+            None => format!("{name}: the {noun} has no text for this status"),
+        }
     }
 
     /// Returns the error for a status: `Exhausted` for memory, otherwise `Native`, with the

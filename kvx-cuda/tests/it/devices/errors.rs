@@ -20,6 +20,7 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_broken_device_ends_what_is_in_flight_and_what_comes", broken),
     ("a_driver_that_never_answers_costs_memory_and_nothing_else", never_answers),
     ("an_allocation_that_is_refused_is_said", a_refused_allocation),
+    ("an_error_has_its_name_once_in_every_release", named_once),
     ("without_kernels_scattered_blocks_are_copied_one_by_one", without_kernels),
     ("no_library_no_device_and_an_old_library_are_unavailable", unavailable),
 ];
@@ -102,6 +103,24 @@ fn no_room_is_said(bench: &Bench<'_>) {
 fn a_refused_allocation(bench: &Bench<'_>) {
     bench.control.fail(bench.maker.names.allocate, 2, 1);
     assert_eq!(bench.device.pool(64).build().unwrap_err().kind(), ErrorKind::Exhausted);
+}
+
+/// Runs in separate processes, because a library has one version.
+fn named_once(bench: &Bench<'_>) {
+    for release in bench.maker.releases {
+        let child = Child::start_self(ROLE, &format!("named {release}")).expect("a process starts");
+        let text = child.hear(LONG).expect("it says the driver's text");
+        let name = text.split(':').next().unwrap();
+        assert!(name.to_lowercase().ends_with("value"), "{release}: {text}");
+        assert_eq!(text.matches(name).count(), 1, "{release}: {text}");
+    }
+}
+
+/// For [`super::roles`]: returns the driver's name and text of an error.
+pub(crate) fn text_of_an_error(bench: &Bench<'_>) -> String {
+    bench.control.fail(bench.maker.names.allocate, 1, 1);
+    let error = bench.device.pool(64).build().unwrap_err();
+    error.native().expect("the driver gave a code").text.to_string()
 }
 
 fn without_kernels(_: &Bench<'_>) {

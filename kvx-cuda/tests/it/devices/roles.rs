@@ -30,6 +30,10 @@ pub(crate) fn play(maker: &'static Maker, role: &str) {
             with_a_device(maker, map_anothers);
             say("mapped");
         }
+        ["named", release, version] => {
+            set("KVX_STAND_IN", &format!("{release} {version}"));
+            say(&with_a_device(maker, errors::text_of_an_error));
+        }
         ["broken"] => {
             with_a_device(maker, errors::break_the_device);
             say("all tickets settled");

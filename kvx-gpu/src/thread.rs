@@ -11,7 +11,7 @@ use super::kernel_tables::{KernelTable, TABLE, Tables};
 use super::kernels::{self, DeviceGrid, ENTRIES, Launch, LaunchBlocks, Swap, THREADS};
 use super::pinned::PinnedRanges;
 use super::strided::{BlockSelection, DevicePtr, StridedBlocks};
-use crate::driver::{CopyDirection, Driver, FunctionHandle, StreamHandle};
+use crate::driver::{CopyDirection, Driver, FunctionHandle, Rows, StreamHandle, status};
 use kvx_backend::process::ProcessWatch;
 use kvx_core::backend::sync::{Condvar, Mutex, catch_panic, pause_between_looks};
 use kvx_core::backend::{Hop, Ticket};
@@ -211,6 +211,8 @@ struct Streams<'a> {
     events: SpareEvents,
     tables: Tables,
     kernels: Result<Vec<FunctionHandle>>,
+    /// True for directions in which the driver rejects copies of rows, like [`CopyDirection`].
+    without_rows: [bool; OWN],
     broken: Option<Error>,
 }
 
@@ -229,7 +231,8 @@ impl<'a> Streams<'a> {
             tracing::warn!(%error, device, "no kernels are available: scattered blocks are copied one by one, and blocks cannot be permuted");
         }
         let (events, tables) = (SpareEvents::default(), Tables::default());
-        Ok(Streams { driver, pinned, lanes, events, tables, kernels, broken: None })
+        let without_rows = [false; OWN];
+        Ok(Streams { driver, pinned, lanes, events, tables, kernels, without_rows, broken: None })
     }
 
     fn are_empty(&self) -> bool {
@@ -333,31 +336,92 @@ impl<'a> Streams<'a> {
         stream: StreamHandle,
         tables: &mut Vec<KernelTable>,
     ) -> Result<()> {
+        if self.without_rows[way as usize] {
+            return self.single_lines(way, lines, lines.len(), stream, tables);
+        }
+        let calls = copy_calls(lines).take(FEW_CALLS + 1).count();
+        if let Some(done) = self.scattered(way, lines, calls, stream, tables) {
+            return done;
+        }
+        for step in copy_calls(lines) {
+            let copied = match step {
+                // SAFETY: each step consists of lines of the work, whose memory the caller of
+                // `DeviceThread::ask` keeps until the ticket settles, here and below.
+                CopyCall::Line(line) => unsafe { self.driver.copy(way, line, stream) },
+                // SAFETY: as for a line.
+                CopyCall::Rows(rows) => match unsafe { self.driver.copy_rows(way, rows, stream) } {
+                    Err(error) if is_refusal(&error) => {
+                        self.row_by_row(way, rows, &error, stream, tables)
+                    }
+                    copied => copied,
+                },
+            };
+            copied?;
+        }
+        Ok(())
+    }
+
+    /// Copies rows without the driver's call for them, which need not accept distances that it has
+    /// not chosen. Once that works, later rows do not try the call.
+    fn row_by_row(
+        &mut self,
+        way: CopyDirection,
+        rows: Rows,
+        error: &Error,
+        stream: StreamHandle,
+        tables: &mut Vec<KernelTable>,
+    ) -> Result<()> {
+        let lines: Vec<_> = rows.lines().collect();
+        self.single_lines(way, &lines, lines.len(), stream, tables)?;
+        let device = &self.driver.info().name;
+        tracing::warn!(%error, device, ?way, ?rows, "the driver rejects 2-D copies: blocks are copied by kernels, in batches or one by one");
+        self.without_rows[way as usize] = true;
+        Ok(())
+    }
+
+    /// Copies lines without copies of rows.
+    fn single_lines(
+        &mut self,
+        way: CopyDirection,
+        lines: &[Hop],
+        calls: usize,
+        stream: StreamHandle,
+        tables: &mut Vec<KernelTable>,
+    ) -> Result<()> {
+        if let Some(done) = self.scattered(way, lines, calls, stream, tables) {
+            return done;
+        }
+        lines.iter().try_for_each(|line| {
+            // SAFETY: the caller of `DeviceThread::ask` keeps the memory of all lines until the
+            // ticket settles.
+            unsafe { self.driver.copy(way, *line, stream) }
+        })
+    }
+
+    /// Copies lines that take many `calls` by a batch or a kernel; `None` if they take few, or
+    /// neither works.
+    fn scattered(
+        &mut self,
+        way: CopyDirection,
+        lines: &[Hop],
+        calls: usize,
+        stream: StreamHandle,
+        tables: &mut Vec<KernelTable>,
+    ) -> Option<Result<()>> {
         let few = if way == CopyDirection::Within { FEW_CALLS_WITHIN } else { FEW_CALLS };
-        let calls = copy_calls(lines).take(few + 1).count();
+        if calls <= few {
+            return None;
+        }
         // Copy engines leave the processors to the model; within a device they are too slow for
         // small copies.
         let batches = self.driver.has_batches();
-        if calls > few && batches && way != CopyDirection::Within {
-            return self.batches(lines, stream);
+        if batches && way != CopyDirection::Within {
+            return Some(self.batches(lines, stream));
         }
-        if calls > few && self.kernels.is_ok() && self.reached_by_kernels(way, lines) {
-            return self.hops(lines, stream, tables);
+        if self.kernels.is_ok() && self.reached_by_kernels(way, lines) {
+            return Some(self.hops(lines, stream, tables));
         }
-        if calls > few && batches {
-            return self.batches(lines, stream);
-        }
-        for step in copy_calls(lines) {
-            // SAFETY: each step consists of lines of the work, whose memory the caller of
-            // `DeviceThread::ask` keeps until the ticket settles.
-            unsafe {
-                match step {
-                    CopyCall::Line(line) => self.driver.copy(way, line, stream),
-                    CopyCall::Rows(rows) => self.driver.copy_rows(way, rows, stream),
-                }
-            }?;
-        }
-        Ok(())
+        batches.then(|| self.batches(lines, stream))
     }
 
     fn batches(&self, lines: &[Hop], stream: StreamHandle) -> Result<()> {
@@ -475,6 +539,11 @@ impl<'a> Streams<'a> {
         // `Launch` encodes the parameters as its kernel takes them.
         unsafe { self.driver.launch(*function, launch.grid, THREADS, &launch.parameters, stream) }
     }
+}
+
+/// Returns whether the driver rejects a call because of its arguments.
+fn is_refusal(error: &Error) -> bool {
+    [status::INVALID_VALUE, status::NOT_SUPPORTED].map(i64::from).contains(&code(error))
 }
 
 /// Returns the blocks of a grid that the indices select, as copies to or from the packed bytes.

@@ -2,6 +2,7 @@
 
 use std::ffi::{c_int, c_uchar, c_void};
 
+use kvx_core::backend::Hop;
 use kvx_core::{DeviceId, MemoryKind};
 
 /// A `CUresult` or a `hipError_t`: a plain number, because newer drivers have additional ones.
@@ -101,6 +102,18 @@ pub struct Rows {
     pub width: usize,
     /// The number of pieces.
     pub count: usize,
+}
+
+impl Rows {
+    /// Returns the rows as copies.
+    pub(crate) fn lines(self) -> impl Iterator<Item = Hop> {
+        let Rows { from, from_pitch, to, to_pitch, width, count } = self;
+        (0..count).map(move |row| Hop {
+            from: from + (row * from_pitch) as u64,
+            to: to + (row * to_pitch) as u64,
+            len: width,
+        })
+    }
 }
 
 /// The kind of memory that a pointer refers to.

@@ -19,6 +19,7 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
         "scattered_blocks_of_memory_that_is_not_pinned",
         scattered_blocks_of_memory_that_is_not_pinned,
     ),
+    ("rows_that_the_driver_rejects_are_copied_without_it", rejected_rows),
     ("hops_are_one_launch", hops_are_one_launch),
     ("more_hops_than_a_table_has", more_hops_than_a_table_has),
     (
@@ -97,6 +98,35 @@ fn a_grid_is_one_call(bench: &Bench<'_>) {
     let calls =
         out_and_in(bench, &host, &grid, &[bench.maker.names.rows, bench.maker.names.launch]);
     assert_eq!(calls, [1, 0]);
+}
+
+/// Drivers need not accept distances between rows that they have not chosen.
+fn rejected_rows(bench: &Bench<'_>) {
+    let host = bench.device.pinned(1 << 20).unwrap();
+    let rows = bench.maker.names.rows;
+    bench.control.command(&format!("fail {rows} 1 always"));
+    let grid: Vec<_> = (0..100).map(|at| (500 + at * 8192, 4096)).collect();
+    assert_eq!(out_and_in(bench, &host, &grid, &[rows]), [1]);
+    assert_eq!(out_and_in(bench, &host, &grid, &[rows]), [0], "the call is not tried again");
+    let bytes = pattern(6, 1 << 20);
+    let (from, to) = (filled(&bench.device, &bytes), bench.device.pool(1 << 20).build().unwrap());
+    let hop =
+        |at: u64| Hop { from: from.address() + at * 9000, to: to.address() + at * 9000, len: 5000 };
+    let hops: Vec<_> = (0..100).map(hop).collect();
+    // SAFETY: both pools outlive the wait.
+    settled(|done| unsafe { bench.device.hop(&hops, done) }).unwrap();
+    let copied = all_of(&to);
+    assert!((0..100).all(|at| copied[at * 9000..][..5000] == bytes[at * 9000..][..5000]));
+    // Other errors are not hidden by further attempts.
+    bench.control.command("well");
+    let other = (bench.maker.devices)().unwrap().remove(1);
+    let pool = other.pool(1 << 20).build().unwrap();
+    bench.control.fail(rows, 999, 1);
+    let pieces = pieces(&pool, &host, &grid[..8]);
+    // SAFETY: the pieces are in the pool and the buffer, which outlive the wait.
+    let error =
+        settled(|done| unsafe { other.copy(Direction::ToHost, &pieces, done) }).unwrap_err();
+    assert_eq!(error.native().map(|native| native.code), Some(999));
 }
 
 fn pieces_that_continue_each_other_are_one_call(bench: &Bench<'_>) {

@@ -96,6 +96,17 @@ impl CudaCalls {
         }))
     }
 
+    /// Returns an attribute of an address that is a number of 64 bits; `None` if the driver does not
+    /// know it.
+    fn number_of(&self, attribute: c_int, address: u64) -> Option<u64> {
+        let (mut asked, mut number) = (attribute, 0u64);
+        let mut place: *mut c_void = (&raw mut number).cast();
+        // SAFETY: one query, with a location of the answer's size.
+        let status =
+            unsafe { (self.pointer_attributes)(1, &raw mut asked, &raw mut place, address) };
+        (status == status::SUCCESS && number != 0).then_some(number)
+    }
+
     /// Returns an attribute of a device; 0 if the driver does not know it.
     fn attribute(&self, attribute: c_int, device: DeviceNumber) -> c_int {
         let mut value = 0;
@@ -117,9 +128,15 @@ mod attribute {
 
 /// `CU_POINTER_ATTRIBUTE_…`
 mod pointer {
+    pub(super) const CONTEXT: i32 = 1;
     pub(super) const MEMORY_TYPE: i32 = 2;
     pub(super) const IS_MANAGED: i32 = 8;
+    /// A number that is unique for each allocation of the process.
+    pub(super) const BUFFER_ID: i32 = 7;
     pub(super) const DEVICE_ORDINAL: i32 = 9;
+    pub(super) const IS_LEGACY_IPC_CAPABLE: i32 = 10;
+    pub(super) const RANGE_START: i32 = 11;
+    pub(super) const RANGE_SIZE: i32 = 12;
     pub(super) const MEMORY_POOL: i32 = 17;
 }
 
@@ -247,7 +264,30 @@ unsafe impl VendorCalls for CudaCalls {
             memory_type::HOST => PointerPlace::Pinned,
             _ => PointerPlace::Unknown,
         };
-        Ok(PointerInfo { place, ordinal, is_pooled: pool != 0 })
+        Ok(PointerInfo {
+            place,
+            ordinal,
+            is_pooled: pool != 0,
+            is_mapped: place == PointerPlace::Device && pool == 0 && legacy & 0xff == 0,
+            context: (context != Context(0)).then_some(context),
+        })
+    }
+
+    fn opened_len(&self, address: u64, claimed: u64) -> CallResult<Option<u64>> {
+        let (start, len) = (
+            self.number_of(pointer::RANGE_START, address),
+            self.number_of(pointer::RANGE_SIZE, address),
+        );
+        if let (Some(start), Some(len)) = (start, len)
+            && (start..start.saturating_add(len)).contains(&address)
+        {
+            return Ok(Some(start.saturating_add(len) - address));
+        }
+        // Both ends in one allocation: at least the claimed bytes.
+        let last = claimed.checked_sub(1).and_then(|more| address.checked_add(more));
+        let ids = last.map(|last| [address, last].map(|at| self.number_of(pointer::BUFFER_ID, at)));
+        let is_one = ids.is_some_and(|[first, last]| first.is_some() && first == last);
+        Ok(is_one.then_some(claimed))
     }
 
     fn dma_buf(&self, device: DeviceNumber, range: Range<u64>) -> CallResult<(OwnedFd, u64)> {

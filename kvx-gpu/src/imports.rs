@@ -162,8 +162,8 @@ impl Imports {
         match &handle.name {
             AllocationName::Driver(name) => {
                 let address = self.driver.open(name)?;
-                match self.driver.allocation(address) {
-                    Ok(range) => Ok((address, range.end.saturating_sub(address), None)),
+                match self.driver.opened_len(address, handle.len) {
+                    Ok(len) => Ok((address, len, None)),
                     Err(error) => {
                         // SAFETY: opened above, and no caller has the address yet.
                         unsafe { self.close(address, None) };

@@ -97,11 +97,17 @@ impl HipCalls {
     /// do not report it.
     fn is_pooled(&self, address: u64) -> bool {
         const MEMORY_POOL: i32 = 17;
-        let Some(ask) = self.pointer_attribute else { return false };
-        let mut pool = 0;
-        // SAFETY: a location for one handle.
-        let status = unsafe { ask(&raw mut pool, MEMORY_POOL, address) };
-        status == status::SUCCESS && pool != 0
+        self.number_of(MEMORY_POOL, address).is_some()
+    }
+
+    /// Returns an attribute of an address that is a number of 64 bits; `None` if the runtime does
+    /// not know it.
+    fn number_of(&self, attribute: c_int, address: u64) -> Option<u64> {
+        let ask = self.pointer_attribute?;
+        let mut number = 0;
+        // SAFETY: a location for one number.
+        let status = unsafe { ask(&raw mut number, attribute, address) };
+        (status == status::SUCCESS && number != 0).then_some(number as u64)
     }
 
     /// Exports a range with HIP; `None` if this release does not support it.
@@ -217,7 +223,17 @@ unsafe impl VendorCalls for HipCalls {
             _ => PointerPlace::Managed,
         };
         let is_pooled = place == PointerPlace::Device && self.is_pooled(address);
-        Ok(PointerInfo { place, ordinal: found.device, is_pooled })
+        // HIP has one context for each device, and reports no virtual memory.
+        Ok(PointerInfo { place, ordinal: found.device, is_pooled, is_mapped: false, context: None })
+    }
+
+    fn opened_len(&self, address: u64, _: u64) -> CallResult<Option<u64>> {
+        const RANGE_START: i32 = 11;
+        const RANGE_SIZE: i32 = 12;
+        let start = self.number_of(RANGE_START, address);
+        let end = start.zip(self.number_of(RANGE_SIZE, address));
+        let end = end.map(|(start, len)| start.saturating_add(len));
+        Ok(end.and_then(|end| end.checked_sub(address)).filter(|len| *len > 0))
     }
 
     fn dma_buf(&self, _: DeviceNumber, range: Range<u64>) -> CallResult<(OwnedFd, u64)> {

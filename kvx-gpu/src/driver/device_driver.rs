@@ -198,6 +198,26 @@ impl Driver {
         Ok(base..base.saturating_add(len as u64))
     }
 
+    /// Returns the number of bytes at the start of an opened allocation, for which its owner claims
+    /// `claimed` bytes. A driver need not know the range of memory of another process by the usual
+    /// function; then attributes of the address tell. Errors: `Unsupported` if none tells.
+    pub(crate) fn opened_len(&self, address: u64, claimed: u64) -> Result<u64> {
+        let refused = match self.allocation(address) {
+            Ok(range) => return Ok(range.end.saturating_sub(address)),
+            Err(error) => error,
+        };
+        match self.check(self.library.calls.opened_len(address, claimed))? {
+            Some(len) => Ok(len),
+            None => Err(ErrorKind::Unsupported
+                .because(format!(
+                    "{} does not tell the size of the peer's device memory, so that its bounds \
+                     cannot be checked: the transfer goes through the host (TCP)",
+                    self.info.driver
+                ))
+                .with_source(refused)),
+        }
+    }
+
     /// Returns whether this device can access the memory of another; `None` if this process does
     /// not see the other one, so that only an attempt can tell.
     pub(crate) fn reaches(&self, other: DeviceId) -> Result<Option<bool>> {

@@ -119,6 +119,13 @@ pub unsafe trait VendorCalls: Send + Sync {
     /// Returns the driver's information about an address.
     fn classify(&self, address: u64) -> CallResult<PointerInfo>;
 
+    /// Returns the number of bytes from the start of opened memory to its end, for which the owner
+    /// claims `claimed` bytes, by attributes of its address; `None` if they do not tell.
+    fn opened_len(&self, address: u64, claimed: u64) -> CallResult<Option<u64>> {
+        _ = (address, claimed);
+        Ok(None)
+    }
+
     /// Exports a range as a descriptor for cards of other vendors, and returns the offset of the
     /// range in it. Both ends are multiples of the host's page size.
     fn dma_buf(&self, device: DeviceNumber, range: Range<u64>) -> CallResult<(OwnedFd, u64)>;

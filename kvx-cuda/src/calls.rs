@@ -238,21 +238,27 @@ unsafe impl VendorCalls for CudaCalls {
 
     fn classify(&self, address: u64) -> CallResult<PointerInfo> {
         let (mut kind, mut managed, mut ordinal, mut pool) = (0u32, 0u32, -2i32, 0usize);
+        let (mut legacy, mut context) = (0u32, Context(0));
         let mut asked = [
             pointer::MEMORY_TYPE,
             pointer::IS_MANAGED,
             pointer::DEVICE_ORDINAL,
             pointer::MEMORY_POOL,
+            pointer::IS_LEGACY_IPC_CAPABLE,
+            pointer::CONTEXT,
         ];
-        let mut answers: [*mut c_void; 4] = [
+        let mut answers: [*mut c_void; 6] = [
             (&raw mut kind).cast(),
             (&raw mut managed).cast(),
             (&raw mut ordinal).cast(),
             (&raw mut pool).cast(),
+            (&raw mut legacy).cast(),
+            (&raw mut context).cast(),
         ];
         // SAFETY: for each query, a location of the answer's size.
         let status = unsafe {
-            (self.pointer_attributes)(4, asked.as_mut_ptr(), answers.as_mut_ptr(), address)
+            let count = asked.len() as c_uint;
+            (self.pointer_attributes)(count, asked.as_mut_ptr(), answers.as_mut_ptr(), address)
         };
         if status != status::INVALID_VALUE {
             // Otherwise the driver does not know the memory.

@@ -10,7 +10,7 @@ use super::copies::merge;
 use super::exports;
 use super::imports::{AllocationName, Imports, SharedHandle};
 use super::kernels::{DeviceGrid, Swap};
-use super::memory::{DevicePoolBuilder, ExportedFiles, adopt, pool_error};
+use super::memory::{DevicePoolBuilder, ExportedFiles, adopt, mapped_error, pool_error};
 use super::pinned::{PinnedRanges, pin};
 use super::strided::{DevicePtr, StridedBlocks};
 use super::thread::{DeviceJob, DeviceThread, DeviceWork};
@@ -287,7 +287,8 @@ unsafe impl DeviceAccess for Device {
         if !whole {
             return Err(ErrorKind::Unsupported.because(format!(
                 "{len} bytes at {address:#x} are several allocations to {}: share them one by one, \
-                 or make the pool with Device::pool",
+                 make the pool with Device::pool, or set \
+                 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False (PyTorch)",
                 self.info().driver
             )));
         }
@@ -299,6 +300,9 @@ unsafe impl DeviceAccess for Device {
                     |error| match self.driver.classify(address) {
                         Ok(pointer) if pointer.is_pooled => {
                             pool_error(address, self.info().driver).with_source(error)
+                        }
+                        Ok(pointer) if pointer.is_mapped => {
+                            mapped_error(address, self.info().driver).with_source(error)
                         }
                         _ => error.with_kind(ErrorKind::Unsupported),
                     },

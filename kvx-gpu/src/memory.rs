@@ -187,11 +187,28 @@ pub(super) unsafe fn adopt(
         if pointer.is_pooled {
             return Err(pool_error(address, info.driver));
         }
+        if driver.is_of_other_context(&pointer) {
+            return Err(ErrorKind::Unsupported.because(format!(
+                "{end:#x} belongs to another context than the device's primary one, in which kvx \
+                 copies: allocate it in the primary context (cuDevicePrimaryCtxRetain), which the \
+                 runtime and all frameworks use"
+            )));
+        }
     }
     drop(inside);
     let access = Arc::clone(device) as Arc<dyn DeviceAccess>;
     // SAFETY: guaranteed by the caller, and the pointer belongs to this device.
     Ok(unsafe { Memory::adopt_device(address, len, info.id, access, owner) })
+}
+
+/// Returns the error for virtual memory that the program has mapped, of which the driver makes no
+/// handle for other processes.
+pub(super) fn mapped_error(address: u64, driver: &str) -> Error {
+    ErrorKind::Unsupported.because(format!(
+        "{address:#x} is virtual memory of the program, which {driver} does not share with other \
+         processes: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False (PyTorch), or create the \
+         KV pool with Device::pool; without that, transfers go through the host (TCP)"
+    ))
 }
 
 /// Returns the error for memory from a driver's pool.

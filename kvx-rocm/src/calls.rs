@@ -215,7 +215,13 @@ unsafe impl VendorCalls for HipCalls {
         if status == status::INVALID_VALUE {
             // The answer of HIP 5 for memory that it does not know.
             let place = PointerPlace::Unknown;
-            return Ok(PointerInfo { place, ordinal: -1, is_pooled: false });
+            return Ok(PointerInfo {
+                place,
+                ordinal: -1,
+                is_pooled: false,
+                is_mapped: false,
+                context: None,
+            });
         }
         Failure::check(c"hipPointerGetAttributes", status)?;
         let place = match found.is_managed {

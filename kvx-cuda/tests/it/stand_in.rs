@@ -57,6 +57,11 @@ pub(crate) fn trials() -> Vec<Trial> {
             ("cudarc_has_the_same_library", cudarc_has_the_same_library),
             ("a_second_driver_in_the_process_is_refused", second_driver_is_refused),
             (nvrtc::NAME, nvrtc::compiles_the_kernels),
+            (
+                "mapped_memory_without_a_handle_is_refused_with_what_to_set",
+                mapped_memory_is_refused,
+            ),
+            ("memory_of_another_context_is_refused", other_context_is_refused),
         ],
         &[("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused)],
     )
@@ -85,6 +90,44 @@ fn cudarc_has_the_same_library(bench: &Bench<'_>) {
     );
     // SAFETY: retained above.
     unsafe { cudarc::driver::result::primary_ctx::release(device) }.unwrap();
+}
+
+/// Tests memory like that of PyTorch's expandable segments: mapped, without a shareable handle.
+fn mapped_memory_is_refused(bench: &Bench<'_>) {
+    use cudarc::driver::sys;
+    const LEN: usize = 4 << 20;
+    bench.device.pinned(64).unwrap(); // the device is in use
+    // SAFETY: plain numbers, for which all zeros are valid.
+    let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    let access = sys::CUmemAccessDesc {
+        location: properties.location,
+        flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    };
+    let (mut address, mut handle) = (0, 0);
+    // SAFETY: locations for each result; nobody unmaps the memory before the process ends.
+    unsafe {
+        sys::cuMemAddressReserve(&raw mut address, LEN, 0, 0, 0).result().unwrap();
+        sys::cuMemCreate(&raw mut handle, LEN, &raw const properties, 0).result().unwrap();
+        sys::cuMemMap(address, LEN, 0, handle, 0).result().unwrap();
+        sys::cuMemSetAccess(address, LEN, &raw const access, 1).result().unwrap();
+    }
+    // SAFETY: nobody unmaps the memory before the process ends.
+    let memory = unsafe { bench.device.adopt(DevicePtr(address), LEN, ()) }.unwrap();
+    memory.copy_in(0, &[7; 64]).unwrap();
+    let error = bench.device.share(&Arc::new(memory)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("expandable_segments:False"), "{error}");
+}
+
+fn other_context_is_refused(bench: &Bench<'_>) {
+    let pool = bench.device.pool(4096).build().unwrap();
+    bench.control.command("other-context");
+    // SAFETY: the call rejects the memory.
+    let error = unsafe { bench.device.adopt(DevicePtr(pool.address()), 4096, ()) }.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("primary context"), "{error}");
 }
 
 fn pool_memory_is_refused(bench: &Bench<'_>) {

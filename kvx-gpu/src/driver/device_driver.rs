@@ -184,6 +184,12 @@ impl Driver {
         self.check(unsafe { self.library.functions.free_pinned(base.cast()) })
     }
 
+    /// Returns whether memory belongs to another context than the one that kvx uses. The device is
+    /// current, so that its context exists.
+    pub(crate) fn is_of_other_context(&self, pointer: &PointerInfo) -> bool {
+        pointer.context.is_some_and(|context| self.context.get() != Some(&context))
+    }
+
     /// Returns the driver's information about an address.
     pub(crate) fn classify(&self, address: u64) -> Result<PointerInfo> {
         self.check(self.library.calls.classify(address))

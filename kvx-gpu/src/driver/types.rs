@@ -139,6 +139,11 @@ pub struct PointerInfo {
     /// True if the memory belongs to a pool of the driver, which cannot be shared with other
     /// processes or cards.
     pub is_pooled: bool,
+    /// True if it is virtual memory that the program has mapped, of which the driver makes no
+    /// handle for other processes.
+    pub is_mapped: bool,
+    /// The context that it was allocated in; `None` if it belongs to no context, or is not known.
+    pub context: Option<Context>,
 }
 
 /// Virtual memory of a device that is mapped to physical memory.

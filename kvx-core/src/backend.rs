@@ -12,7 +12,9 @@ pub use crate::identity::{
 };
 #[cfg(unix)]
 pub use crate::memory::DmaBuf;
-pub use crate::memory::{Direction, Hop, IpcHandle, LinkProcess, Piece, copy_shared};
+pub use crate::memory::{
+    Direction, Hop, IpcHandle, LinkProcess, MemoryReceiver, Piece, copy_shared,
+};
 pub use crate::metadata::{AdmissionTerms, Metadata, RegionInfo};
 pub use crate::names::nearest;
 pub use crate::quarantine::quarantine_for_ever;

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, OnceLock};
 
+use super::calls::{BlockingCalls, CallThread};
 use super::copies::merge;
 use super::exports;
 use super::imports::{AllocationName, Imports, SharedHandle};
@@ -15,9 +16,11 @@ use super::pinned::{PinnedRanges, pin};
 use super::strided::{DevicePtr, StridedBlocks};
 use super::thread::{DeviceJob, DeviceThread, DeviceWork};
 use crate::driver::{CopyDirection, DeviceInfo, Driver, StreamHandle};
-use kvx_backend::process::ProcessId;
+use kvx_backend::process::{ProcessId, ProcessWatch};
 use kvx_core::backend::sync::Mutex;
-use kvx_core::backend::{Direction, DmaBuf, Hop, IpcHandle, LinkProcess, Piece, Ticket};
+use kvx_core::backend::{
+    Direction, DmaBuf, Hop, IpcHandle, LinkProcess, MemoryReceiver, Piece, Ticket,
+};
 use kvx_core::{DeviceAccess, DeviceId, ErrorKind, Memory, MemoryKind, Result};
 
 /// A GPU, with kvx's thread and state for it. Pass it to an agent with
@@ -30,6 +33,7 @@ pub struct Device {
     pinned: Arc<PinnedRanges>,
     exported: ExportedFiles,
     imports: Arc<Imports>,
+    calls: CallThread,
     thread: OnceLock<DeviceThread>,
     starting: Mutex<()>,
 }
@@ -40,8 +44,9 @@ impl Device {
     pub(crate) fn new(driver: Driver) -> Arc<Self> {
         let driver = Arc::new(driver);
         Arc::new(Device {
-            imports: Imports::new(&driver),
             driver,
+            imports: Arc::default(),
+            calls: CallThread::default(),
             pinned: Arc::default(),
             exported: ExportedFiles::default(),
             thread: OnceLock::new(),
@@ -170,6 +175,11 @@ impl Device {
         &self.driver
     }
 
+    /// Returns the queue for calls that may block.
+    pub(super) fn calls(&self) -> Result<BlockingCalls> {
+        self.calls.get(&self.driver)
+    }
+
     pub(super) fn exported(&self) -> &ExportedFiles {
         &self.exported
     }
@@ -221,6 +231,103 @@ impl Device {
     }
 }
 
+/// Memory that a peer's handle names.
+enum PeerMemory {
+    /// Memory of this process.
+    Shared(Memory),
+    /// Memory of another process.
+    Unopened(OpenRequest),
+}
+
+/// Memory of another process to open.
+struct OpenRequest {
+    owner: DeviceId,
+    watch: ProcessWatch,
+    handle: IpcHandle,
+    named: SharedHandle,
+    len: usize,
+}
+
+impl OpenRequest {
+    /// Checks that the memory lies within `all` bytes of the peer's allocation. Errors:
+    /// `Malformed`.
+    fn check(handle: &IpcHandle, len: usize, all: u64) -> Result<()> {
+        let end = handle.offset.checked_add(len as u64);
+        if len > 0 && end.is_some_and(|end| end <= all) {
+            return Ok(());
+        }
+        Err(ErrorKind::Malformed.because(format!(
+            "bytes {}..+{len} lie outside the device memory that the peer shares",
+            handle.offset
+        )))
+    }
+}
+
+impl Device {
+    /// Checks a peer's handle without calling the driver. Errors: those of
+    /// [`open`](DeviceAccess::open).
+    fn check_handle(
+        self: &Arc<Self>,
+        owner: DeviceId,
+        process: LinkProcess<'_>,
+        handle: &IpcHandle,
+        len: usize,
+    ) -> Result<PeerMemory> {
+        let named = SharedHandle::decode(&handle.bytes)?;
+        OpenRequest::check(handle, len, named.len)?;
+        if named.owner == ProcessId::current() {
+            if process.number != std::process::id() {
+                return Err(ErrorKind::PermissionDenied
+                    .because("a peer in another process shares device memory of this one"));
+            }
+            let address = named.base.checked_add(handle.offset);
+            let shared = address.and_then(|address| exports::find(owner, address, len));
+            let shared = shared.ok_or_else(|| {
+                ErrorKind::Revoked.because(
+                    "the device memory is not shared, or has been freed: fetch the peer's metadata \
+                     again",
+                )
+            })?;
+            let access = Arc::clone(self) as Arc<dyn DeviceAccess>;
+            let address = shared.address();
+            // SAFETY: the range lies in shared memory, which lives as long as `shared`.
+            let memory = unsafe { Memory::adopt_device(address, len, owner, access, shared) };
+            return Ok(PeerMemory::Shared(memory));
+        }
+        if !named.owner.is_local()? {
+            return Err(ErrorKind::Unsupported.because(
+                "sharing device memory requires that both processes are in one PID namespace (one \
+                 container or pod, or docker --pid=host): otherwise the transfer goes through the \
+                 host (TCP)",
+            ));
+        }
+        let watch = named.owner.watch_peer(process)?;
+        let handle = handle.clone();
+        Ok(PeerMemory::Unopened(OpenRequest { owner, watch, handle, named, len }))
+    }
+
+    /// Opens memory of another process, on the thread for calls that may block.
+    fn import(
+        self: Arc<Self>,
+        driver: &Driver,
+        calls: BlockingCalls,
+        request: OpenRequest,
+    ) -> Result<Memory> {
+        let OpenRequest { owner, watch, handle, named, len } = request;
+        if owner != driver.info().id && driver.reaches(owner)? == Some(false) {
+            return Err(
+                driver.lacks("no access to the peer's device: the transfer goes through the host")
+            );
+        }
+        let (address, all, held) =
+            self.imports.open(driver, calls, &handle.bytes, &named, watch)?;
+        OpenRequest::check(&handle, len, all)?;
+        let address = address + handle.offset;
+        // SAFETY: the range is inside the opened memory, which stays open until `held` is dropped.
+        Ok(unsafe { Memory::adopt_device(address, len, owner, self as _, held) })
+    }
+}
+
 // SAFETY: only the device's thread copies, and it settles a ticket when an event after its copies
 // is reached.
 unsafe impl DeviceAccess for Device {
@@ -237,8 +344,22 @@ unsafe impl DeviceAccess for Device {
     }
 
     fn pinned(&self, len: usize) -> Result<Memory> {
-        self.thread()?; // loads the kernels: a delay is acceptable here
-        pin(&self.driver, &self.pinned, len)
+        self.thread()?; // loads the kernels meanwhile
+        let pinned = Arc::clone(&self.pinned);
+        let calls = self.calls()?;
+        calls.clone().wait(move |driver| pin(driver, calls, pinned, len))
+    }
+
+    fn pinned_later(self: Arc<Self>, len: usize, done: MemoryReceiver) {
+        let calls = match self.thread().and_then(|_| self.calls()) {
+            Ok(calls) => calls,
+            Err(error) => return done(Err(error)),
+        };
+        let (pinned, again) = (Arc::clone(&self.pinned), calls.clone());
+        calls.later(move |driver| {
+            let inside = driver.enter();
+            done(inside.and_then(|_inside| pin(driver, again, pinned, len)));
+        });
     }
 
     unsafe fn copy(&self, direction: Direction, pieces: &[Piece], done: Ticket) {
@@ -325,57 +446,41 @@ unsafe impl DeviceAccess for Device {
         handle: &IpcHandle,
         len: usize,
     ) -> Result<Memory> {
-        let named = SharedHandle::decode(&handle.bytes)?;
-        let within = |all: u64| {
-            handle.offset.checked_add(len as u64).is_some_and(|end| len > 0 && end <= all)
-        };
-        let outside = || {
-            ErrorKind::Malformed.because(format!(
-                "bytes {}..+{len} lie outside the device memory that the peer shares",
-                handle.offset
-            ))
-        };
-        if !within(named.len) {
-            return Err(outside());
-        }
-        let access = Arc::clone(&self) as Arc<dyn DeviceAccess>;
-        if named.owner == ProcessId::current() {
-            if process.number != std::process::id() {
-                return Err(ErrorKind::PermissionDenied
-                    .because("a peer in another process shares device memory of this one"));
-            }
-            let address = named.base.checked_add(handle.offset).ok_or_else(outside)?;
-            let shared = exports::find(owner, address, len).ok_or_else(|| {
-                ErrorKind::Revoked.because(
-                    "the device memory is not shared, or has been freed: fetch the peer's metadata \
-                     again",
-                )
-            })?;
-            // SAFETY: the range lies in shared memory, which lives as long as `shared`.
-            return Ok(unsafe { Memory::adopt_device(address, len, owner, access, shared) });
-        }
-        if !named.owner.is_local()? {
-            return Err(ErrorKind::Unsupported.because(
-                "sharing device memory requires that both processes are in one PID namespace",
-            ));
-        }
-        let watch = named.owner.watch_peer(process)?;
-        if owner != self.device() {
-            let inside = self.driver.enter()?;
-            let reached = self.driver.reaches(owner)?;
-            drop(inside);
-            if reached == Some(false) {
-                return Err(self
-                    .driver
-                    .lacks("no access to the peer's device: the transfer goes through the host"));
+        match self.check_handle(owner, process, handle, len)? {
+            PeerMemory::Shared(memory) => Ok(memory),
+            PeerMemory::Unopened(request) => {
+                let calls = self.calls()?;
+                calls.clone().wait(move |driver| self.import(driver, calls, request))
             }
         }
-        let (address, all, held) = self.imports.open(&handle.bytes, &named, watch)?;
-        if !within(all) {
-            return Err(outside());
+    }
+
+    fn open_later(
+        self: Arc<Self>,
+        owner: DeviceId,
+        process: LinkProcess<'_>,
+        handle: &IpcHandle,
+        len: usize,
+        done: MemoryReceiver,
+    ) {
+        let checked = self.check_handle(owner, process, handle, len);
+        let (request, calls) = match checked.and_then(|found| Ok((found, self.calls()?))) {
+            Ok((PeerMemory::Unopened(request), calls)) => (request, calls),
+            Ok((PeerMemory::Shared(memory), _)) => return done(Ok(memory)),
+            Err(error) => return done(Err(error)),
+        };
+        let again = calls.clone();
+        calls.later(move |driver| {
+            let inside = driver.enter();
+            done(inside.and_then(|_inside| self.import(driver, again, request)));
+        });
+    }
+
+    fn after_closes(&self, done: Ticket) {
+        match self.calls.started() {
+            Some(calls) => calls.later(move |_| done.settle(Ok(()))),
+            None => done.settle(Ok(())), // nothing was opened
         }
-        // SAFETY: the range is inside the opened memory, which stays open until `held` is dropped.
-        Ok(unsafe { Memory::adopt_device(address + handle.offset, len, owner, access, held) })
     }
 
     fn dma_buf(&self, address: u64, len: usize) -> Result<DmaBuf> {

@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
-use crate::driver::{Driver, MappedMemory};
+use super::calls::BlockingCalls;
+use super::flights::code;
+use crate::driver::{DeviceInfo, Driver, MappedMemory};
 use kvx_backend::process::{ProcessId, ProcessWatch};
+use kvx_core::backend::IpcHandle;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::backend::{IpcHandle, fork};
 use kvx_core::{Error, ErrorKind, Result};
 
 /// The format of this release's handles.
@@ -78,14 +80,10 @@ impl SharedHandle {
     }
 }
 
-/// The allocations of other processes that a device has opened.
-pub(super) struct Imports {
-    driver: Arc<Driver>,
-    /// Held during calls of the driver: an allocation must not be opened while it is being closed.
-    one: Mutex<()>,
-    table: Mutex<ImportTable>,
-    forks: u64,
-}
+/// The allocations of other processes that a device has opened. Only the device's thread for calls
+/// that may block changes the table, so that no allocation is opened while it is being closed.
+#[derive(Default)]
+pub(super) struct Imports(Mutex<ImportTable>);
 
 #[derive(Default)]
 struct ImportTable {
@@ -103,104 +101,75 @@ struct ImportedAllocation {
 }
 
 impl Imports {
-    pub(super) fn new(driver: &Arc<Driver>) -> Arc<Self> {
-        let (one, table) = (Mutex::new(()), Mutex::new(ImportTable::default()));
-        Arc::new(Imports { driver: Arc::clone(driver), one, table, forks: fork::count() })
-    }
-
     /// Opens an allocation of `owner`, or counts another use of it. Returns its address and length.
-    /// Errors: `PeerLost` if the owner has ended; `Unsupported`; `Exhausted`.
+    /// Runs on the thread of `calls`, while the device is current. Errors: `PeerLost` if the owner
+    /// has ended; `Unsupported`; `Exhausted`.
     ///
     /// The caller has checked that the handle names the peer that sent it as the owner. The bytes
     /// of [`AllocationName::Driver`] are the driver's own, and cannot be checked: the peer may have
     /// received them from a third process, whose memory it could open itself.
     pub(super) fn open(
         self: &Arc<Self>,
+        driver: &Driver,
+        calls: BlockingCalls,
         key: &[u8],
         handle: &SharedHandle,
         owner: ProcessWatch,
     ) -> Result<(u64, u64, ImportGuard)> {
-        let _one = self.one.lock();
-        if let Some(opened) = self.table.lock().by_handle.get_mut(key) {
+        let guard = || ImportGuard { imports: Arc::clone(self), calls, key: key.to_vec() };
+        if let Some(opened) = self.0.lock().by_handle.get_mut(key) {
             if opened.owner.is_exiting() {
                 return Err(owner_ended());
             }
             opened.uses += 1;
-            return Ok((opened.address, opened.len, self.used(key)));
+            return Ok((opened.address, opened.len, guard()));
         }
         let owner = Arc::new(owner);
-        let (address, len, mapped) = {
-            let _current = self.driver.enter()?;
-            match self.map(handle, &owner) {
-                Ok((address, _, mapped)) if owner.is_exiting() => {
-                    // SAFETY: opened above, and no caller has the address yet.
-                    unsafe { self.close(address, mapped) };
-                    Err(owner_ended())
-                }
-                Err(cause) if owner.is_exiting() => Err(owner_ended().with_source(cause)),
-                mapped => mapped,
-            }?
-        };
-        let mut table = self.table.lock();
+        let (address, len, mapped) = match map(driver, handle, &owner) {
+            Ok((address, _, mapped)) if owner.is_exiting() => {
+                // SAFETY: opened above, and no caller has the address yet.
+                unsafe { close(driver, address, mapped) };
+                Err(owner_ended())
+            }
+            Err(cause) if owner.is_exiting() => Err(owner_ended().with_source(cause)),
+            Err(cause) if cause.kind() == ErrorKind::Native && !driver.is_fatal(code(&cause)) => {
+                Err(not_opened(driver, cause))
+            }
+            mapped => mapped,
+        }?;
+        let mut table = self.0.lock();
         table.by_address.insert(address, (len, Arc::clone(&owner)));
         table
             .by_handle
             .insert(key.to_vec(), ImportedAllocation { uses: 1, address, len, mapped, owner });
         drop(table);
-        Ok((address, len, self.used(key)))
+        Ok((address, len, guard()))
     }
 
-    fn used(self: &Arc<Self>, key: &[u8]) -> ImportGuard {
-        ImportGuard { imports: Arc::clone(self), key: key.to_vec() }
-    }
-
-    fn map(
-        &self,
-        handle: &SharedHandle,
-        owner: &ProcessWatch,
-    ) -> Result<(u64, u64, Option<MappedMemory>)> {
-        match &handle.name {
-            AllocationName::Driver(name) => {
-                let address = self.driver.open(name)?;
-                match self.driver.opened_len(address, handle.len) {
-                    Ok(len) => Ok((address, len, None)),
-                    Err(error) => {
-                        // SAFETY: opened above, and no caller has the address yet.
-                        unsafe { self.close(address, None) };
-                        Err(error)
-                    }
-                }
+    /// Ends a use, and closes the allocation after the last one. Runs on the thread for calls.
+    fn release(&self, driver: &Driver, key: &[u8]) {
+        let closed = {
+            let mut table = self.0.lock();
+            let Some(opened) = table.by_handle.get_mut(key) else { return };
+            opened.uses -= 1;
+            if opened.uses > 0 {
+                return;
             }
-            AllocationName::Descriptor(number) => {
-                let file = take_descriptor(owner, *number)?;
-                let len = usize::try_from(handle.len).unwrap_or(usize::MAX);
-                let mapped = self.driver.import(file.as_fd(), len)?;
-                Ok((mapped.address, mapped.len as u64, Some(mapped)))
-            }
-        }
-    }
-
-    /// Closes an allocation; logs the driver's error. The device is current on the thread.
-    ///
-    /// # Safety
-    /// `map` returned both, and nobody uses the memory afterwards.
-    unsafe fn close(&self, address: u64, mapped: Option<MappedMemory>) {
-        let closed = match mapped {
-            // SAFETY: the driver opened the address in `map`, and the caller guarantees that nobody
-            // uses it.
-            None => unsafe { self.driver.close(address) },
-            // SAFETY: the driver imported it in `map`, and the caller guarantees that nobody uses
-            // it.
-            Some(mapped) => unsafe { self.driver.unmap(mapped) },
+            let address = opened.address;
+            table.by_address.remove(&address);
+            table.by_handle.remove(key)
         };
-        if let Err(error) = closed {
-            tracing::warn!(%error, "a peer's device memory could not be closed");
+        let Some(opened) = closed else { return };
+        match driver.enter() {
+            // SAFETY: it was opened once, and this was its last use.
+            Ok(_current) => unsafe { close(driver, opened.address, opened.mapped) },
+            Err(error) => tracing::warn!(%error, "a peer's device memory could not be closed"),
         }
     }
 
     /// Returns the processes that own the memory at these addresses.
     pub(super) fn owners(&self, addresses: impl Iterator<Item = u64>) -> Vec<Arc<ProcessWatch>> {
-        let table = self.table.lock();
+        let table = self.0.lock();
         let mut owners: Vec<Arc<ProcessWatch>> = Vec::new();
         if table.by_address.is_empty() {
             return owners;
@@ -222,6 +191,65 @@ impl Imports {
     }
 }
 
+/// Maps an allocation. Returns its address and length, and the mapping of a descriptor.
+fn map(
+    driver: &Driver,
+    handle: &SharedHandle,
+    owner: &ProcessWatch,
+) -> Result<(u64, u64, Option<MappedMemory>)> {
+    match &handle.name {
+        AllocationName::Driver(name) => {
+            let address = driver.open(name)?;
+            match driver.opened_len(address, handle.len) {
+                Ok(len) => Ok((address, len, None)),
+                Err(error) => {
+                    // SAFETY: opened above, and no caller has the address yet.
+                    unsafe { close(driver, address, None) };
+                    Err(error)
+                }
+            }
+        }
+        AllocationName::Descriptor(number) => {
+            let file = take_descriptor(owner, *number)?;
+            let len = usize::try_from(handle.len).unwrap_or(usize::MAX);
+            let mapped = driver.import(file.as_fd(), len)?;
+            Ok((mapped.address, mapped.len as u64, Some(mapped)))
+        }
+    }
+}
+
+/// Closes an allocation; logs the driver's error. The device is current on the thread.
+///
+/// # Safety
+/// `map` returned both, and nobody uses the memory afterwards.
+unsafe fn close(driver: &Driver, address: u64, mapped: Option<MappedMemory>) {
+    let closed = match mapped {
+        // SAFETY: the driver opened the address in `map`, and the caller guarantees that nobody
+        // uses it.
+        None => unsafe { driver.close(address) },
+        // SAFETY: the driver imported it in `map`, and the caller guarantees that nobody uses it.
+        Some(mapped) => unsafe { driver.unmap(mapped) },
+    };
+    if let Err(error) = closed {
+        tracing::warn!(%error, "a peer's device memory could not be closed");
+    }
+}
+
+/// Returns the error for memory that the driver does not open, so that another transport moves it.
+fn not_opened(driver: &Driver, cause: Error) -> Error {
+    let DeviceInfo { driver, name, .. } = driver.info();
+    let why = ErrorKind::Unsupported.because(format!(
+        "{driver} does not open the peer's memory on {name}: run both processes in one container or \
+         with shared IPC and PID namespaces (docker --ipc=host --pid=host), and not on different \
+         MIG instances; without that, the transfer goes through the host (TCP)"
+    ));
+    let why = match cause.native().cloned() {
+        Some(native) => why.with_native(native.code, native.text),
+        None => why,
+    };
+    why.with_source(cause)
+}
+
 fn owner_ended() -> Error {
     ErrorKind::PeerLost.because("the process that shared this device memory has ended")
 }
@@ -239,42 +267,24 @@ fn take_descriptor(owner: &ProcessWatch, number: RawFd) -> Result<OwnedFd> {
     })
 }
 
-/// A use of an opened allocation, which is closed with the last one.
+/// A use of an opened allocation, which is closed after the last one was dropped.
 pub(super) struct ImportGuard {
     imports: Arc<Imports>,
+    calls: BlockingCalls,
     key: Vec<u8>,
 }
 
 impl Drop for ImportGuard {
     fn drop(&mut self) {
-        let Imports { driver, one, table, forks } = &*self.imports;
-        if fork::count() != *forks {
-            return; // a forked child has no device
-        }
-        let _one = one.lock();
-        let closed = {
-            let mut table = table.lock();
-            let Some(opened) = table.by_handle.get_mut(&self.key) else { return };
-            opened.uses -= 1;
-            if opened.uses > 0 {
-                return;
-            }
-            let address = opened.address;
-            table.by_address.remove(&address);
-            table.by_handle.remove(&self.key)
-        };
-        let Some(opened) = closed else { return };
-        match driver.enter() {
-            // SAFETY: it was opened once, and this was its last use.
-            Ok(_current) => unsafe { self.imports.close(opened.address, opened.mapped) },
-            Err(error) => tracing::warn!(%error, "a peer's device memory could not be closed"),
-        }
+        let (imports, key) = (Arc::clone(&self.imports), std::mem::take(&mut self.key));
+        self.calls.later(move |driver| imports.release(driver, &key));
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::calls::CallThread;
 
     /// Returns the identity that a child of this process would have.
     fn identity_of(child: u32) -> ProcessId {
@@ -305,8 +315,11 @@ mod tests {
             name: AllocationName::Driver(vec![7; 3]),
         };
         let (_, never) = std::sync::mpsc::channel();
-        let imports = Imports::new(&Arc::new(crate::panics::driver(never)));
-        let error = imports.open(&handle.encode(), &handle, watch).map(drop).unwrap_err();
+        let driver = Arc::new(crate::panics::driver(never));
+        let calls = CallThread::default().get(&driver).unwrap();
+        let imports = Arc::new(Imports::default());
+        let opened = imports.open(&driver, calls, &handle.encode(), &handle, watch);
+        let error = opened.map(drop).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerLost);
         let cause = std::error::Error::source(&error).expect("the driver's error").to_string();
         assert!(cause.contains("64 bytes"), "{cause}");

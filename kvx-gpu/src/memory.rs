@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use super::calls::BlockingCalls;
 use super::device::Device;
 use super::strided::DevicePtr;
 use super::thread::DeviceWork;
@@ -51,20 +52,16 @@ impl DevicePoolBuilder {
                     usize::MAX / PAGE * PAGE
                 ))
             })?;
-        let allocation = {
-            let driver = device.driver();
-            let inside = driver.enter()?;
-            let held = if virtual_memory {
-                let mapped = driver.map(whole)?;
-                let allocation = Allocation::new(&device, AllocationKind::Mapped(mapped));
-                let file = driver.export(mapped)?;
-                device.exported().lock().insert(mapped.address, file);
-                allocation
-            } else {
-                Allocation::new(&device, AllocationKind::Allocated(driver.allocate(whole)?))
-            };
-            drop(inside);
+        let calls = device.calls()?;
+        let allocation = if virtual_memory {
+            let mapped = calls.wait(move |driver| driver.map(whole))?;
+            let held = Allocation::new(&device, calls.clone(), AllocationKind::Mapped(mapped));
+            let file = calls.wait(move |driver| driver.export(mapped))?;
+            device.exported().lock().insert(mapped.address, file);
             held
+        } else {
+            let address = calls.wait(move |driver| driver.allocate(whole))?;
+            Allocation::new(&device, calls, AllocationKind::Allocated(address))
         };
         let address = allocation.address();
         let (filled, ticket) = Completion::with_ticket();
@@ -85,21 +82,23 @@ impl DevicePoolBuilder {
     }
 }
 
-/// A device's memory, freed when dropped.
+/// A device's memory, freed after it was dropped.
 struct Allocation {
     device: Arc<Device>,
+    calls: BlockingCalls,
     held: AllocationKind,
     forks: u64,
 }
 
+#[derive(Clone, Copy)]
 enum AllocationKind {
     Allocated(u64),
     Mapped(MappedMemory),
 }
 
 impl Allocation {
-    fn new(device: &Arc<Device>, held: AllocationKind) -> Self {
-        Allocation { device: Arc::clone(device), held, forks: fork::count() }
+    fn new(device: &Arc<Device>, calls: BlockingCalls, held: AllocationKind) -> Self {
+        Allocation { device: Arc::clone(device), calls, held, forks: fork::count() }
     }
 
     fn address(&self) -> u64 {
@@ -115,19 +114,22 @@ impl Drop for Allocation {
         if fork::count() != self.forks {
             return; // a forked child has no device
         }
-        let driver = self.device.driver();
-        let freed = driver.enter().and_then(|_inside| match &self.held {
-            // SAFETY: it came from `allocate`, and `Memory` is dropped, so nobody uses it any more.
-            AllocationKind::Allocated(address) => unsafe { driver.free(*address) },
-            AllocationKind::Mapped(mapped) => {
-                self.device.exported().lock().remove(&mapped.address);
-                // SAFETY: it came from `map`; as above.
-                unsafe { driver.unmap(*mapped) }
+        let held = self.held;
+        if let AllocationKind::Mapped(mapped) = held {
+            self.device.exported().lock().remove(&mapped.address);
+        }
+        self.calls.later(move |driver| {
+            let freed = driver.enter().and_then(|_inside| match held {
+                // SAFETY: it came from `allocate`, and `Memory` is dropped, so nobody uses it any
+                // more.
+                AllocationKind::Allocated(address) => unsafe { driver.free(address) },
+                // SAFETY: it came from `map`, and `Memory` is dropped, so nobody uses it any more.
+                AllocationKind::Mapped(mapped) => unsafe { driver.unmap(mapped) },
+            });
+            if let Err(error) = freed {
+                tracing::warn!(%error, "device memory could not be freed");
             }
         });
-        if let Err(error) = freed {
-            tracing::warn!(%error, "device memory could not be freed");
-        }
     }
 }
 

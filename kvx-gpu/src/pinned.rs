@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::calls::BlockingCalls;
 use crate::driver::Driver;
 use kvx_core::backend::fork;
 use kvx_core::backend::sync::Mutex;
@@ -28,10 +29,10 @@ impl PinnedRanges {
     }
 }
 
-/// Pinned host memory; unpinned when dropped.
+/// Pinned host memory; unpinned after it was dropped.
 struct PinnedBuffer {
     base: u64,
-    driver: Arc<Driver>,
+    calls: BlockingCalls,
     pinned: Arc<PinnedRanges>,
     forks: u64,
 }
@@ -42,35 +43,36 @@ impl Drop for PinnedBuffer {
             return;
         }
         self.pinned.0.lock().remove(&self.base);
-        let unpinned = self.driver.enter().and_then(|_inside| {
-            // SAFETY: it came from `pin`, and `Memory` is dropped, so nobody uses it any more.
-            unsafe { self.driver.unpin(self.base as *mut u8) }
+        let base = self.base;
+        self.calls.later(move |driver| {
+            let unpinned = driver.enter().and_then(|_inside| {
+                // SAFETY: it came from `pin`, and `Memory` is dropped, so nobody uses it any more.
+                unsafe { driver.unpin(base as *mut u8) }
+            });
+            if let Err(error) = unpinned {
+                tracing::warn!(%error, "pinned memory could not be freed");
+            }
         });
-        if let Err(error) = unpinned {
-            tracing::warn!(%error, "pinned memory could not be freed");
-        }
     }
 }
 
-/// Allocates pinned, zeroed host memory.
-pub(super) fn pin(driver: &Arc<Driver>, pinned: &Arc<PinnedRanges>, len: usize) -> Result<Memory> {
+/// Allocates pinned, zeroed host memory, on the thread of `calls`.
+pub(super) fn pin(
+    driver: &Driver,
+    calls: BlockingCalls,
+    pinned: Arc<PinnedRanges>,
+    len: usize,
+) -> Result<Memory> {
     if len == 0 {
         return Err(ErrorKind::Invalid
             .because("cannot allocate 0 bytes of pinned memory: allocate at least one"));
     }
-    let inside = driver.enter()?;
     let base = driver.pin(len)?;
-    drop(inside);
     // SAFETY: new memory of that length, which nobody else uses. It may contain what another
     // process left.
     unsafe { base.write_bytes(0, len) };
     pinned.0.lock().insert(base as u64, len);
-    let owner = PinnedBuffer {
-        base: base as u64,
-        driver: Arc::clone(driver),
-        pinned: Arc::clone(pinned),
-        forks: fork::count(),
-    };
+    let owner = PinnedBuffer { base: base as u64, calls, pinned, forks: fork::count() };
     // SAFETY: the owner keeps the memory allocated and pinned until it is dropped.
     Ok(unsafe { Memory::adopt_pinned(base, len, owner) })
 }

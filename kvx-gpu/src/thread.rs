@@ -80,31 +80,26 @@ fn end_error() -> Error {
 }
 
 impl DeviceThread {
-    /// Starts the thread. Errors: those of the first driver calls on a device.
+    /// Starts the thread, which creates the device's context and streams. Does not wait for that:
+    /// the caller may be the thread of a transport. Errors: `Exhausted` without a thread.
     pub(super) fn start(driver: Arc<Driver>, pinned: Arc<PinnedRanges>) -> Result<Self> {
         let shared = Arc::new(ThreadState { queue: Mutex::default(), changed: Condvar::new() });
-        let (started, ready) = std::sync::mpsc::sync_channel(1);
         let ours = Arc::clone(&shared);
         let name = format!("kvx-gpu {} {}", driver.info().driver, driver.info().ordinal);
         let run = move || {
             let _ended = EndGuard(&ours);
-            let begun =
-                driver.enter().and_then(|inside| Ok((inside, Streams::new(&driver, &pinned)?)));
-            match begun {
-                Ok((_inside, mut streams)) => {
-                    started.send(Ok(())).ok(); // the starting thread waits for it
-                    ours.run(&mut streams);
+            // After an error, the next job tries again.
+            while let Err(error) = ours.serve(&driver, &pinned) {
+                if ours.refuse(&error) {
+                    return;
                 }
-                Err(error) => _ = started.send(Err(error)),
             }
         };
         let thread = std::thread::Builder::new().name(name).spawn(run).map_err(|error| {
-            Error::os("could not start the thread of a device", error)
+            Error::os("could not start the thread of a device: raise ulimit -u", error)
                 .with_kind(ErrorKind::Exhausted)
         })?;
-        // The thread drops the sender when it ends.
-        let begun = ready.recv().unwrap_or_else(|_| Err(end_error()));
-        begun.map(|()| DeviceThread { shared, thread: Mutex::new(Some(thread)) })
+        Ok(DeviceThread { shared, thread: Mutex::new(Some(thread)) })
     }
 
     /// Queues a job; its ticket settles when the work has ended.
@@ -147,6 +142,27 @@ const EAGER: Duration = Duration::from_micros(30);
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(200));
 
 impl ThreadState {
+    /// Works until the thread must stop. Errors: those of the first driver calls on a device.
+    fn serve(&self, driver: &Driver, pinned: &PinnedRanges) -> Result<()> {
+        let _inside = driver.enter()?;
+        self.run(&mut Streams::new(driver, pinned)?);
+        Ok(())
+    }
+
+    /// Fails the queued jobs, at least one. Returns true if the thread must stop.
+    fn refuse(&self, error: &Error) -> bool {
+        let mut queue = self.queue.lock();
+        while queue.jobs.is_empty() && !queue.stop {
+            queue = self.changed.wait_until(queue, None);
+        }
+        let (refused, stop) = (std::mem::take(&mut queue.jobs), queue.stop);
+        drop(queue);
+        for job in refused {
+            catch_panic(|| job.done.settle(Err(error.clone())));
+        }
+        stop
+    }
+
     fn run(&self, streams: &mut Streams<'_>) {
         let (mut since, mut looks) = (Instant::now(), 0);
         let mut jobs = VecDeque::new();

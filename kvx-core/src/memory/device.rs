@@ -95,6 +95,9 @@ pub struct DmaBuf {
     pub offset: u64,
 }
 
+/// Receives memory, or the reason why there is none, on any thread.
+pub type MemoryReceiver = Box<dyn FnOnce(Result<Memory>) + Send>;
+
 /// Access to the memory of a GPU. `kvx-cuda` and `kvx-rocm` implement it; `kvx-testkit` has a
 /// simple one.
 ///
@@ -112,11 +115,17 @@ pub unsafe trait DeviceAccess: Send + Sync {
     /// it.
     fn ordinal(&self) -> u32;
 
-    /// Allocates host memory that copies access at full speed.
+    /// Allocates host memory that copies access at full speed. May wait for the driver.
     ///
     /// # Errors
     /// An error of the driver.
     fn pinned(&self, len: usize) -> Result<Memory>;
+
+    /// Like [`pinned`](DeviceAccess::pinned), for threads that must not wait for the driver. The
+    /// default implementation waits.
+    fn pinned_later(self: Arc<Self>, len: usize, done: MemoryReceiver) {
+        done(self.pinned(len));
+    }
 
     /// Starts the copies and returns. `done` settles when all bytes have arrived, from any thread.
     ///
@@ -154,6 +163,8 @@ pub unsafe trait DeviceAccess: Send + Sync {
     /// The bytes are unspecified once the process that shared them has died. After a copy, check
     /// that it was still alive.
     ///
+    /// May wait for the driver.
+    ///
     /// # Errors
     /// `Unsupported` if the driver cannot open it; `Malformed` for a wrong handle;
     /// `PermissionDenied` for one that names another process; `PeerLost` if the process that shared
@@ -167,6 +178,26 @@ pub unsafe trait DeviceAccess: Send + Sync {
     ) -> Result<Memory> {
         _ = (owner, process, handle, len);
         Err(cannot(self.kind(), "memory of other processes"))
+    }
+
+    /// Like [`open`](DeviceAccess::open), for threads that must not wait for the driver. The
+    /// default implementation waits.
+    fn open_later(
+        self: Arc<Self>,
+        owner: DeviceId,
+        process: LinkProcess<'_>,
+        handle: &IpcHandle,
+        len: usize,
+        done: MemoryReceiver,
+    ) {
+        done(self.open(owner, process, handle, len));
+    }
+
+    /// Settles `done` once all memory of other processes is closed that was dropped before. Until
+    /// then its owner must not free it. The default implementation settles at once, for memory that
+    /// is closed when it is dropped.
+    fn after_closes(&self, done: Ticket) {
+        done.settle(Ok(()));
     }
 
     /// Returns a descriptor of a range of the device's memory.

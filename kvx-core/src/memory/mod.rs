@@ -16,7 +16,9 @@ use std::time::Duration;
 pub use bytes::copy_shared;
 #[cfg(unix)]
 pub use device::DmaBuf;
-pub use device::{DeviceAccess, DeviceId, Direction, Hop, IpcHandle, LinkProcess, Piece};
+pub use device::{
+    DeviceAccess, DeviceId, Direction, Hop, IpcHandle, LinkProcess, MemoryReceiver, Piece,
+};
 #[cfg(all(target_os = "linux", not(kvx_portable)))]
 pub use pool::{HugePages, PageSize, PoolBuilder, PoolProperties};
 

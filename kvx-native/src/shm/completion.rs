@@ -12,6 +12,9 @@ pub(crate) trait BatchEvents: Send + Sync {
     /// Reports that a batch of the flight `number` has ended. If `turn`, the calling thread belongs
     /// to kvx and runs the machine's turn, which saves a wake-up of the reactor's thread.
     fn batch_ended(&self, number: u64, turn: bool);
+
+    /// Reports that a device has opened or closed memory of a peer.
+    fn device_reported(&self);
 }
 
 /// The machine's reactor, as threads of devices and copying threads reach it.
@@ -29,6 +32,14 @@ impl ReactorHandle {
         // Expected: the transport was dropped meanwhile, and its reactor with it.
         if let Some(events) = self.0.get().and_then(Weak::upgrade) {
             events.batch_ended(number, turn);
+        }
+    }
+
+    /// Reports that a device has opened or closed memory of a peer.
+    pub(crate) fn device_reported(&self) {
+        // Expected: the transport was dropped meanwhile, and its reactor with it.
+        if let Some(events) = self.0.get().and_then(Weak::upgrade) {
+            events.device_reported();
         }
     }
 }

@@ -1,6 +1,6 @@
 //! A connection: one control socket and its state, on both ends.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use kvx_backend::control::{
 };
 use kvx_core::backend::fork::Private;
 use kvx_core::backend::{BoundPlan, RegionKey, Ticket};
-use kvx_core::{Error, ErrorKind, Identity, Memory, RegionId, Result, TransferId};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Identity, Memory, RegionId, Result, TransferId};
 use rustix::io::Errno;
 
 use super::error::error;
@@ -146,8 +146,13 @@ pub(crate) struct Connection {
     pub(crate) watched: Option<Arc<PeerWatch>>,
     /// Closed windows through which posters may still copy.
     busy_windows: Vec<(RegionId, Arc<Import>)>,
-    /// Regions that the peer revokes, to be released when no local copy reads them any more.
-    pub(crate) releasing: HashSet<RegionId>,
+    /// Regions that the peer revokes, to be released when no local copy reads them any more, with
+    /// the devices that have opened them.
+    pub(crate) releasing: HashMap<RegionId, Option<Arc<dyn DeviceAccess>>>,
+    /// The devices that have opened memory of the peer.
+    pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
+    /// The number of regions that devices are opening. Meanwhile no message is read.
+    paused: usize,
     /// True if the sending side is shut down.
     pub(crate) finished: bool,
     /// Transfers that wait for regions to be granted.
@@ -199,7 +204,9 @@ impl Connection {
             imports: ImportedRegions::default(),
             watched: None,
             busy_windows: Vec::new(),
-            releasing: HashSet::new(),
+            releasing: HashMap::new(),
+            devices: Vec::new(),
+            paused: 0,
             finished: false,
             waiting: Vec::new(),
             writes: Writes::default(),
@@ -415,10 +422,42 @@ impl Connection {
         let wanted = !self.queue.is_empty() && !self.crowded || self.broken.is_some();
         if wanted != self.asked_for_room {
             self.asked_for_room = wanted;
-            let ready = if wanted { Ready::IN | Ready::OUT } else { Ready::IN };
-            if let Err(cause) = poller.change(self.socket.as_fd(), self.token, ready) {
-                tracing::error!(error = %cause, "SHM: cannot watch a connection");
-            }
+            self.watch_again(poller);
+        }
+    }
+
+    /// Reads no message until [`resume`](Self::resume) is called as often.
+    pub(crate) fn pause(&mut self, poller: &Poller) {
+        self.paused += 1;
+        self.watch_again(poller);
+    }
+
+    pub(crate) fn resume(&mut self, poller: &Poller) {
+        self.paused -= 1;
+        self.watch_again(poller);
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.paused > 0
+    }
+
+    /// Tells the readiness queue which events the connection waits for.
+    fn watch_again(&self, poller: &Poller) {
+        let mut ready = if self.is_paused() { Ready::empty() } else { Ready::IN };
+        ready.set(Ready::OUT, self.asked_for_room);
+        if let Err(cause) = poller.change(self.socket.as_fd(), self.token, ready) {
+            tracing::error!(error = %cause, "SHM: cannot watch a connection");
+        }
+    }
+
+    /// Returns the device that has opened a region of the peer.
+    pub(crate) fn device_of(&self, id: RegionId) -> Option<Arc<dyn DeviceAccess>> {
+        let lent = self.lent.get(id).and_then(|held| held.as_ref().ok());
+        let mut imported = self.imports.held().map(|(held, _)| held);
+        let held = lent.or_else(|| imported.find(|held| held.id == id))?;
+        match &held.place.method {
+            CopyMethod::Device(memory) => memory.device_access().cloned(),
+            CopyMethod::Mapped(_) | CopyMethod::Remote => None,
         }
     }
 

@@ -12,7 +12,7 @@ use kvx_core::backend::{LinkId, LinkState};
 use super::connection::{End, Phase};
 use super::error::{NAME, error};
 use super::flights::FlightPurpose;
-use super::machine::Machine;
+use super::machine::{ALL, Machine};
 use super::socket;
 use super::work::Work;
 
@@ -49,9 +49,12 @@ impl Machine {
         if busy_windows {
             self.look_by(Instant::now());
         }
-        let flying = busy_windows || self.flights.any_at(at);
-        let connection = &mut self.connections[at];
         let proven = end == End::Proven;
+        let flying = busy_windows
+            || self.flights.any_at(at)
+            || self.openings.any_at(at)
+            || !proven && self.close_devices(at);
+        let connection = &mut self.connections[at];
         for (done, result) in connection.writes.fail_all(&reason, proven) {
             out.settle(done, result);
         }
@@ -64,6 +67,7 @@ impl Machine {
             for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
                 flight.detach(owner.clone(), &mut self.held);
             }
+            self.openings.detach(at);
             self.confirm(at, None, out);
             return;
         }
@@ -111,7 +115,7 @@ impl Machine {
 
     /// Processes the messages of a peer that has ended or closed, then ends the connection.
     pub(crate) fn take_peer_end(&mut self, at: usize, out: &mut Outbox) {
-        self.receive(at, usize::MAX, out);
+        self.receive(at, ALL, out);
         // Expected: the peer's last message ended the connection.
         let Some(connection) = self.connections.get(at) else { return };
         let ended = connection.process.has_ended_with(connection.socket.as_fd());
@@ -165,6 +169,10 @@ impl Machine {
                 Phase::Hello(until) => again = Some(again.map_or(until, |next| next.min(until))),
                 Phase::Leaving => {}
                 Phase::Up => {
+                    if connection.is_paused() {
+                        // The peer may have answered: no message of a paused connection is read.
+                        connection.silence.note_activity(now);
+                    }
                     let next = match connection.silence.look(now, self.peer_timeout) {
                         SilenceStatus::Idle => continue,
                         SilenceStatus::Lost => {
@@ -206,12 +214,14 @@ impl Machine {
         }
         let until = Instant::now() + LAST_PATIENCE;
         while Instant::now() < until {
+            self.take_device_reports(out);
             let flying = self.flights.under_way();
             if flying.is_empty() && self.connections.is_empty() {
                 break;
             }
             if self.handle_events(out) == 0 {
-                let longest = if flying.is_empty() { LAST_PATIENCE } else { LAST_LOOK };
+                let waits = !flying.is_empty() || self.openings.any();
+                let longest = if waits { LAST_LOOK } else { LAST_PATIENCE };
                 self.poller.wait(until.saturating_duration_since(Instant::now()).min(longest));
             }
             flying.into_iter().for_each(|number| self.take_batch_ends(number, out));

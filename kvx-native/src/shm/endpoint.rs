@@ -28,4 +28,8 @@ impl BatchEvents for Endpoint {
             self.reactor.submit(command);
         }
     }
+
+    fn device_reported(&self) {
+        self.reactor.submit(Command::DeviceReported);
+    }
 }

@@ -14,8 +14,9 @@ use kvx_core::{ErrorKind, RegionId, Result};
 use super::connection::{End, HeldBytesOwner};
 use super::error::{NAME, error};
 use super::machine::Machine;
-use super::memory::{CopyMethod, PeerRegion, RevokedRegion, quarantine};
+use super::memory::{CopyMethod, CopySource, PeerRegion, RevokedRegion, quarantine};
 use super::messages::{Location, RegionAccess};
+use super::openings::RegionPurpose;
 use super::work::{Populate, Work};
 
 /// The limit for regions that one peer may lend.
@@ -57,7 +58,8 @@ impl Machine {
         at: usize,
         id: RegionId,
         access: RegionAccess,
-        file: Option<&OwnedFd>,
+        file: Option<OwnedFd>,
+        out: &mut Outbox,
     ) -> Result<()> {
         let connection = &self.connections[at];
         if connection.lent.len() >= MAX_LENT || matches!(connection.lent.get(id), Some(Ok(_))) {
@@ -70,14 +72,59 @@ impl Machine {
                 format!("the peer's process lends more than {MAX_MAPPINGS} pools"),
             ));
         }
-        // An unfit region is refused when a write names it; other writes continue.
-        let held = PeerRegion::of(id, access, file, &self.devices, &connection.process);
-        match &held {
-            Ok(held) => self.populate(at, held),
-            Err(_) => self.connections[at].send(&self.poller, ControlMessage::Released { id }),
-        }
-        self.connections[at].lent.insert(id, held);
+        self.take_region(at, id, RegionPurpose::Lent, access, file, out);
         Ok(())
+    }
+
+    /// Opens a region as its owner describes it, with the file that came with the description.
+    pub(crate) fn take_region(
+        &mut self,
+        at: usize,
+        id: RegionId,
+        purpose: RegionPurpose,
+        access: RegionAccess,
+        file: Option<OwnedFd>,
+        out: &mut Outbox,
+    ) {
+        let len = access.len;
+        match access.at {
+            Location::Device { device, handle } => {
+                self.open_on_device(at, (id, len), purpose, device, handle);
+            }
+            Location::Address(base) => {
+                let place = CopySource { base, method: CopyMethod::Remote };
+                self.take_held(at, id, purpose, Ok(PeerRegion { id, len, place }), out);
+            }
+            Location::File => {
+                self.take_held(at, id, purpose, PeerRegion::of_file(id, len, file), out);
+            }
+        }
+    }
+
+    /// Takes a region that was opened, or could not be.
+    pub(crate) fn take_held(
+        &mut self,
+        at: usize,
+        id: RegionId,
+        purpose: RegionPurpose,
+        held: Result<PeerRegion>,
+        out: &mut Outbox,
+    ) {
+        if let Ok(held) = &held {
+            self.populate(at, held);
+        }
+        match purpose {
+            RegionPurpose::Import { number, import } => {
+                self.settle_import(at, number, import, held, out);
+            }
+            RegionPurpose::Lent => {
+                // An unfit region is refused when a write names it; other writes continue.
+                if held.is_err() {
+                    self.connections[at].send(&self.poller, ControlMessage::Released { id });
+                }
+                self.connections[at].lent.insert(id, held);
+            }
+        }
     }
 
     /// Returns the number of mappings of regions that a process lends.
@@ -166,12 +213,13 @@ impl Machine {
             work.settle(reason.clone(), out);
         }
         let connection = &mut self.connections[at];
+        let device = connection.device_of(id);
         if let Some(Err(_)) = connection.lent.remove(id) {
             return; // it was released already
         }
         connection.shut_windows(|held| held.id == id);
         connection.imports.recall(|(held, _)| held.id == id, &reason);
-        connection.releasing.insert(id);
+        connection.releasing.insert(id, device);
         self.stop_flights(|flight| flight.reads(at, id), &reason, out);
         self.release_unused(at, out);
         self.post_waiting(at, out);
@@ -183,12 +231,16 @@ impl Machine {
         // Expected: the flight outlived its connection, or ended with it.
         let Some(connection) = self.connections.get_mut(at) else { return };
         let flights = &self.flights;
-        let mut landed: Vec<RegionId> = connection.releasing.iter().copied().collect();
+        let mut landed: Vec<RegionId> = connection.releasing.keys().copied().collect();
         landed.retain(|id| !flights.any_reads(at, *id) && !connection.has_busy_windows(Some(*id)));
         for id in landed {
-            connection.releasing.remove(&id);
-            connection.send(&self.poller, ControlMessage::Released { id });
+            let connection = &mut self.connections[at];
+            match connection.releasing.remove(&id).flatten() {
+                Some(device) => self.close_on_device(at, Some(id), &*device),
+                None => connection.send(&self.poller, ControlMessage::Released { id }),
+            }
         }
+        let (connection, flights) = (&mut self.connections[at], &self.flights);
         if connection.has_busy_windows(None) {
             self.look_by(Instant::now() + LOOK_THROUGH);
         } else if connection.is_leaving() && !flights.any_at(at) {

@@ -23,8 +23,12 @@ use super::copy_threads::CopyThreads;
 use super::flights::Flights;
 use super::memory::{Regions, RevokedRegion};
 use super::messages::MAX_MESSAGE;
+use super::openings::Openings;
 use super::socket::{self, LISTENERS, Poller, Ready};
 use super::work::{Populate, Work};
+
+/// All messages of a peer that has ended.
+pub(crate) const ALL: usize = usize::MAX;
 
 pub(crate) struct Machine {
     pub(crate) me: Identity,
@@ -37,6 +41,7 @@ pub(crate) struct Machine {
     pub(crate) regions: Arc<Regions>,
     pub(crate) devices: Vec<Arc<dyn DeviceAccess>>,
     pub(crate) flights: Flights,
+    pub(crate) openings: Openings,
     /// The bytes that peers read to check whether they may read this process's memory.
     pub(crate) probe_bytes: Box<[u8; 32]>,
     pub(crate) socket_name: Vec<u8>,
@@ -97,6 +102,7 @@ impl Machine {
             regions,
             devices: context.devices,
             flights: Flights::default(),
+            openings: Openings::default(),
             probe_bytes,
             socket_name,
             listeners,

@@ -17,7 +17,6 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::error::{NAME, error};
-use super::host::PeerProcess;
 use super::messages::{Location, RegionAccess};
 
 /// The way in which other processes reach a region, as encoded in the metadata.
@@ -336,40 +335,19 @@ pub(crate) enum CopyMethod {
 }
 
 impl PeerRegion {
-    /// Opens a region as its owner in `process` describes it, with the file that came with the
-    /// description. Returns `PermissionDenied`, `Exhausted` or `Malformed`, or the error of a
-    /// device that cannot open it, usually `Unsupported`.
-    pub(crate) fn of(
-        id: RegionId,
-        access: RegionAccess,
-        file: Option<&OwnedFd>,
-        devices: &[Arc<dyn DeviceAccess>],
-        process: &PeerProcess,
-    ) -> Result<Self> {
-        let len = access.len;
-        let place = match (access.at, file) {
-            (Location::Address(base), _) => CopySource { base, method: CopyMethod::Remote },
-            (Location::Device { device, handle }, _) => {
-                let open_device_memory =
-                    open_device_memory(devices, device, process, &handle, len)?;
-                CopySource {
-                    base: open_device_memory.address(),
-                    method: CopyMethod::Device(Arc::new(open_device_memory)),
-                }
-            }
-            (Location::File, Some(file)) => {
-                let mapping = Mapping::of(file, len)?;
-                CopySource { base: mapping.base(), method: CopyMethod::Mapped(Arc::new(mapping)) }
-            }
-            (Location::File, None) => {
-                return Err(error(
-                    ErrorKind::Exhausted,
-                    "the file of a peer's pool did not arrive: this process has too many open \
-                     files; raise ulimit -n",
-                ));
-            }
-        };
-        Ok(PeerRegion { id, len, place })
+    /// Maps a region from the file that came with its owner's description. Returns
+    /// `PermissionDenied` or `Exhausted`.
+    pub(crate) fn of_file(id: RegionId, len: u64, file: Option<OwnedFd>) -> Result<Self> {
+        let file = file.ok_or_else(|| {
+            error(
+                ErrorKind::Exhausted,
+                "the file of a peer's pool did not arrive: this process has too many open files; \
+                 raise ulimit -n",
+            )
+        })?;
+        let mapping = Mapping::of(&file, len)?;
+        let (base, method) = (mapping.base(), CopyMethod::Mapped(Arc::new(mapping)));
+        Ok(PeerRegion { id, len, place: CopySource { base, method } })
     }
 }
 
@@ -394,28 +372,6 @@ pub(crate) fn openers(
         ));
     }
     Ok(openers)
-}
-
-fn open_device_memory(
-    devices: &[Arc<dyn DeviceAccess>],
-    owner: DeviceId,
-    process: &PeerProcess,
-    handle: &IpcHandle,
-    len: u64,
-) -> Result<Memory> {
-    let len = usize::try_from(len)
-        .map_err(|_| error(ErrorKind::Malformed, "a peer's region exceeds the address space"))?;
-    let mut refused = None;
-    for device in openers(devices, None, owner)? {
-        match Arc::clone(device).open(owner, process.of_link(), handle, len) {
-            Ok(memory) => return Ok(memory),
-            // The first device is the most likely one, so its error is the most useful.
-            Err(why) => refused = refused.or(Some(why)),
-        }
-    }
-    let why = refused
-        .unwrap_or_else(|| error(ErrorKind::Unsupported, "no device can open the peer's memory"));
-    Err(why.with_backend(NAME))
 }
 
 /// Returns the handle with which other processes open memory of a device, or `None` for host

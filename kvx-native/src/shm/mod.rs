@@ -9,9 +9,9 @@
 //! 1. values: `error`, `config`, `host`, `address`, [`messages`];
 //! 2. memory and copying: `memory`, `copy`, `completion`, `copy_threads`;
 //! 3. sockets and connections: `socket`, `window`, `shared_link`, `writes`, `lent`, `connection`;
-//! 4. transfers: `inline`, `flights`, `work`;
+//! 4. transfers: `inline`, `flights`, `work`; memory of devices: `openings`;
 //! 5. the machine: `machine`, and its parts in `handshake`, `grants`, `reads`, `pulls`,
-//!    `flight_turns`, `notices` and `disconnect`;
+//!    `flight_turns`, `opening_turns`, `notices` and `disconnect`;
 //! 6. the handles and the thread: `progress`, `endpoint`, `link`, `transport`.
 
 mod address;
@@ -38,6 +38,8 @@ mod machine;
 mod memory;
 mod messages;
 mod notices;
+mod opening_turns;
+mod openings;
 #[cfg(test)]
 mod pair;
 mod progress;

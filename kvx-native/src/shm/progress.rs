@@ -15,7 +15,7 @@ use super::connection::{Connection, End, HeldBytesOwner, PendingTransfer};
 use super::error::{NAME, error, refused};
 use super::flights::{Flight, FlightPurpose};
 use super::handshake::ProbeWork;
-use super::machine::Machine;
+use super::machine::{ALL, Machine};
 use super::memory::RevokedRegion;
 use super::messages::{MAX_MESSAGE, Message, RegionAccess};
 use super::shared_link::{Import, SharedLink};
@@ -70,6 +70,8 @@ pub(crate) enum Command {
     BatchEnded {
         number: u64,
     },
+    /// Reports that a device has opened or closed memory of a peer.
+    DeviceReported,
     Resume,
     Shutdown {
         done: Ticket,
@@ -94,6 +96,13 @@ impl Machine {
                         connection.flush(&self.poller);
                         self.pump(at, out);
                     }
+                    if self.connections.get(at).is_some_and(Connection::is_paused) {
+                        // Only the end of the peer is reported.
+                        if flags.intersects(Ready::HUP | Ready::ERR) {
+                            self.take_peer_end(at, out);
+                        }
+                        continue;
+                    }
                     self.receive(at, MESSAGES, out);
                     self.count_held(at, out);
                 }
@@ -115,13 +124,16 @@ impl Machine {
         count
     }
 
-    /// Takes up to `most` messages from a connection.
+    /// Takes up to `most` messages from a connection, or [`ALL`] even while it is paused.
     pub(crate) fn receive(&mut self, at: usize, most: usize, out: &mut Outbox) {
         let mut buffer = std::mem::take(&mut self.buffer);
         buffer.resize(MAX_MESSAGE, 0);
         for _ in 0..most {
             // Expected: the previous message ended the connection.
             let Some(connection) = self.connections.get_mut(at) else { break };
+            if connection.is_paused() && most != ALL {
+                break;
+            }
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
                 Ok(RecvOutcome::Message(len, file)) => {
                     connection.silence.note_activity(Instant::now());
@@ -218,7 +230,7 @@ impl Machine {
         }
         match message {
             Message::Shared(message) => self.take_shared(at, message, file, out)?,
-            Message::Lend { id, access } => self.take_lend(at, id, access, file.as_ref())?,
+            Message::Lend { id, access } => self.take_lend(at, id, access, file, out)?,
             Message::Write { write, into, from } => self.take_write(at, write, into, from)?,
             Message::Done { write, result } => {
                 self.connections[at].writes.take_answer(write, result.map_err(refused))?;
@@ -308,6 +320,7 @@ impl Progress for Machine {
             Command::Close { link } => self.close(link.id, out),
             Command::Revoke { region, done } => self.revoke(region, done, out),
             Command::BatchEnded { number } => self.take_batch_ends(number, out),
+            Command::DeviceReported => self.take_device_reports(out),
             Command::Resume => self.resume(),
             Command::Shutdown { done } => self.shutdown.push(done),
         }
@@ -369,6 +382,7 @@ impl Progress for Machine {
             | Command::Cancel { .. }
             | Command::Close { .. }
             | Command::BatchEnded { .. }
+            | Command::DeviceReported
             | Command::Resume => {}
         }
     }

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use kvx_backend::control::errors::{cancelled, closed};
+use kvx_backend::control::errors::{cancelled, closed, malformed};
 use kvx_backend::control::{ControlMessage as Shared, ImportState};
 use kvx_backend::reactor::{Outbox, SLICE};
 use kvx_core::backend::{BoundPlan, INLINE_BYTES, INLINE_SEGMENTS};
@@ -18,6 +18,7 @@ use super::flights::{Flight, FlightPurpose, Load};
 use super::machine::Machine;
 use super::memory::{CopySource, PeerRegion};
 use super::messages::{Message, RegionAccess};
+use super::openings::RegionPurpose;
 use super::shared_link::{Import, SharedLink};
 use super::work::{Read, Work};
 
@@ -215,31 +216,54 @@ impl Machine {
         file: Option<OwnedFd>,
         out: &mut Outbox,
     ) -> Result<()> {
-        let connection = &mut self.connections[at];
-        let import = connection.imports.take_answer(number)?;
-        let process = &connection.process;
-        let held = answer.and_then(|access| {
-            if access.len != import.len {
-                return Err(error(
-                    ErrorKind::OutOfBounds,
-                    format!(
-                        "region {} has {} bytes, but its metadata says {}: fetch the peer's \
-                         metadata again",
-                        import.id, access.len, import.len
-                    ),
-                ));
+        let Some(ImportState::Pending(import)) = self.connections[at].imports.get(number) else {
+            return Err(malformed("an answer for a region that was not requested"));
+        };
+        let import = Arc::clone(import);
+        let id = import.id;
+        let fits = answer.and_then(|access| {
+            if access.len == import.len {
+                return Ok(access);
             }
-            PeerRegion::of(import.id, access, file.as_ref(), &self.devices, process)
+            Err(error(
+                ErrorKind::OutOfBounds,
+                format!(
+                    "region {id} has {} bytes, but its metadata says {}: fetch the peer's metadata \
+                     again",
+                    access.len, import.len
+                ),
+            ))
         });
-        if let Ok(held) = &held {
-            self.populate(at, held);
-            if let Some(window) = self.connections[at].window(held) {
-                import.shutter.open(window);
+        match fits {
+            Ok(access) => {
+                let purpose = RegionPurpose::Import { number, import };
+                self.take_region(at, id, purpose, access, file, out);
             }
+            Err(why) => self.settle_import(at, number, import, Err(why), out),
         }
-        self.connections[at].imports.settle(number, held.map(|held| (held, import)));
+        Ok(())
+    }
+
+    /// Settles an import, and posts the transfers that waited for it.
+    pub(crate) fn settle_import(
+        &mut self,
+        at: usize,
+        number: u64,
+        import: Arc<Import>,
+        held: Result<PeerRegion>,
+        out: &mut Outbox,
+    ) {
+        let connection = &mut self.connections[at];
+        if connection.imports.take_answer(number).is_err() {
+            return; // the peer answered twice, and then ended
+        }
+        if let Ok(held) = &held
+            && let Some(window) = connection.window(held)
+        {
+            import.shutter.open(window);
+        }
+        connection.imports.settle(number, held.map(|held| (held, import)));
         self.note_awaiting(at);
         self.post_waiting(at, out);
-        Ok(())
     }
 }

@@ -5,9 +5,9 @@ use std::fmt;
 use std::sync::{Arc, Weak};
 
 use super::stream::SharedStream;
-use kvx_core::backend::quarantine_for_ever;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::{DeviceAccess, ErrorKind, Memory, Result};
+use kvx_core::backend::{MemoryReceiver, quarantine_for_ever};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, Result};
 
 /// The bounce buffers of one direction.
 pub(super) struct Pool {
@@ -31,11 +31,30 @@ pub(super) struct PoolState {
     queue: VecDeque<Weak<SharedStream>>,
     /// Stores that keep a buffer although their socket has no bytes.
     paused: Vec<Weak<SharedStream>>,
+    /// The error of an allocation for which streams wait, until one of them takes it.
+    refused: Option<Error>,
 }
 
 impl Pool {
     fn make(&self) -> Result<Memory> {
-        let memory = self.access.pinned(self.len)?;
+        self.check(self.access.pinned(self.len)?)
+    }
+
+    /// Allocates a buffer without waiting for the driver. The caller has counted it.
+    fn make_later(self: &Arc<Self>) {
+        let pool = Arc::clone(self);
+        let done: MemoryReceiver =
+            Box::new(move |made| match made.and_then(|memory| pool.check(memory)) {
+                Ok(memory) => pool.give(memory),
+                Err(error) => {
+                    pool.state.lock().refused = Some(error);
+                    pool.not_made();
+                }
+            });
+        Arc::clone(&self.access).pinned_later(self.len, done);
+    }
+
+    fn check(&self, memory: Memory) -> Result<Memory> {
         if memory.kind().is_host() && memory.len() >= self.len {
             return Ok(memory);
         }
@@ -77,44 +96,36 @@ impl Pool {
         ask_again(queue);
     }
 
-    /// Returns a buffer, or `None` if `stream` must wait for the next one. Returns an error if no
-    /// buffer exists or will exist.
+    /// Returns a buffer, or `None` if `stream` must wait for the next one, which may have to be
+    /// allocated first. Returns an error if no buffer exists or will exist.
     pub(super) fn take(
         self: &Arc<Self>,
         stream: &Arc<SharedStream>,
     ) -> Result<Option<BounceBuffer>> {
-        let mut refused = None;
-        loop {
-            let mut state = self.state.lock();
-            if let Some(memory) = state.free.pop() {
-                return Ok(Some(BounceBuffer::new(memory, self)));
-            }
-            if state.made < self.count + state.more && refused.is_none() {
-                state.made += 1;
-                drop(state);
-                match self.make() {
-                    Ok(memory) => return Ok(Some(BounceBuffer::new(memory, self))),
-                    Err(error) => {
-                        self.not_made();
-                        refused = Some(error);
-                        continue; // the existing buffers must do
-                    }
-                }
-            }
-            if state.lost == state.made {
-                return Err(refused.unwrap_or_else(|| {
-                    ErrorKind::Exhausted.because(
-                        "the device has lost a copy on each of the bounce buffers: restart the \
-                         process, and report this as a bug of its crate",
-                    )
-                }));
-            }
-            state.queue.push_back(Arc::downgrade(stream));
-            let paused = std::mem::take(&mut state.paused);
-            drop(state);
-            paused.iter().filter_map(Weak::upgrade).for_each(|holder| holder.wake());
-            return Ok(None);
+        let mut state = self.state.lock();
+        if let Some(memory) = state.free.pop() {
+            return Ok(Some(BounceBuffer::new(memory, self)));
         }
+        // After a refusal the existing buffers must do.
+        let refused = state.refused.take();
+        let makes = state.made < self.count + state.more && refused.is_none();
+        if !makes && state.lost == state.made {
+            return Err(refused.unwrap_or_else(|| {
+                ErrorKind::Exhausted.because(
+                    "the device has lost a copy on each of the bounce buffers: restart the \
+                     process, and report this as a bug of its crate",
+                )
+            }));
+        }
+        state.made += usize::from(makes);
+        state.queue.push_back(Arc::downgrade(stream));
+        let paused = std::mem::take(&mut state.paused);
+        drop(state);
+        paused.iter().filter_map(Weak::upgrade).for_each(|holder| holder.wake());
+        if makes {
+            self.make_later();
+        }
+        Ok(None)
     }
 
     /// Returns a buffer to the pool: to the first stream that waits, or as a free one.

@@ -191,8 +191,15 @@ impl Stream {
             }
         }
         let taken = self.pool.take(&self.shared);
-        if !matches!(taken, Ok(None)) {
-            self.shared.events.lock().queued = false;
+        {
+            let mut events = self.shared.events.lock();
+            if let Ok(None) = taken {
+                // It was allocated at once, or returned meanwhile.
+                let granted = events.granted.take();
+                events.queued = granted.is_none();
+                return Ok(granted);
+            }
+            events.queued = false;
         }
         taken.map_err(|error| self.fail(error))
     }

@@ -5,8 +5,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::{Buffers, Copies, Fetch, Stager, Store};
-use kvx_core::backend::{Extents, PlacedGrid};
-use kvx_core::{ErrorKind, Grid, Indices, Memory, MemoryKind, quarantined_bytes};
+use kvx_core::backend::sync::Mutex;
+use kvx_core::backend::{Direction, Extents, MemoryReceiver, Piece, PlacedGrid, Ticket};
+use kvx_core::{
+    DeviceAccess, DeviceId, ErrorKind, Grid, Indices, Memory, MemoryKind, Result, quarantined_bytes,
+};
 use kvx_testkit::TestDevice;
 use kvx_testkit::device::{CopyOrder, CopyOutcome};
 
@@ -498,6 +501,78 @@ fn buffers_can_be_allocated_in_advance() {
 enum Member {
     Out(Fetch, Vec<u8>, Vec<u8>),
     In(Store, Vec<u8>, usize, Arc<Memory>, Vec<u8>),
+}
+
+/// A device whose driver pins memory when the test lets it.
+struct SlowPinning {
+    device: Arc<TestDevice>,
+    asked: Mutex<Vec<MemoryReceiver>>,
+}
+
+// SAFETY: the test device copies, which upholds the contract.
+unsafe impl DeviceAccess for SlowPinning {
+    fn kind(&self) -> MemoryKind {
+        MemoryKind::Cuda
+    }
+
+    fn device(&self) -> DeviceId {
+        DeviceAccess::device(&*self.device)
+    }
+
+    fn ordinal(&self) -> u32 {
+        0
+    }
+
+    fn pinned(&self, _: usize) -> Result<Memory> {
+        panic!("a stream's turn waits for the driver")
+    }
+
+    fn pinned_later(self: Arc<Self>, _: usize, done: MemoryReceiver) {
+        self.asked.lock().push(done);
+    }
+
+    unsafe fn copy(&self, direction: Direction, pieces: &[Piece], done: Ticket) {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.device.copy(direction, pieces, done) };
+    }
+}
+
+#[test]
+fn a_stream_does_not_wait_while_the_driver_pins_its_buffer() {
+    for works in [true, false] {
+        let device = TestDevice::new(MemoryKind::Cuda);
+        let slow = Arc::new(SlowPinning { device, asked: Mutex::default() });
+        let access = Arc::clone(&slow) as Arc<dyn DeviceAccess>;
+        let (sender, tokens) = mpsc::channel();
+        let wake = move |token| _ = sender.send(token);
+        let stager =
+            Stager::new(Arc::clone(&access), Buffers { len: BUFFER, count: 1, depth: 1 }, wake);
+        let inner = slow.device.allocate(BUFFER);
+        inner.copy_in(0, &pattern(BUFFER, 1)).unwrap();
+        let (address, id) = (inner.address(), access.device());
+        // SAFETY: the inner memory is the owner.
+        let memory = unsafe { Memory::adopt_device(address, BUFFER, id, access, inner) };
+        let memories = vec![Arc::new(memory)];
+        let mut fetch = stager.fetch(1, memories, Blocks::whole(BUFFER).extents()).unwrap();
+        fetch.resume().unwrap();
+        fetch.resume().unwrap();
+        let asked = std::mem::take(&mut *slow.asked.lock());
+        assert_eq!((asked.len(), tokens.try_recv().is_err()), (1, true));
+        let full = || ErrorKind::Exhausted.because("no memory to pin");
+        for done in asked {
+            done(if works { Ok(Memory::owned(vec![0; BUFFER])) } else { Err(full()) });
+        }
+        assert_eq!(tokens.recv_timeout(Duration::from_secs(20)), Ok(1), "the stream is woken");
+        if !works {
+            assert_eq!(fetch.resume().unwrap_err().kind(), ErrorKind::Exhausted);
+            continue;
+        }
+        fetch.resume().unwrap();
+        tokens.recv_timeout(Duration::from_secs(20)).unwrap(); // the copy has landed
+        fetch.resume().unwrap();
+        assert_eq!(fetch.bytes(), pattern(BUFFER, 1));
+        fetch.sent(BUFFER);
+    }
 }
 
 #[test]

@@ -68,9 +68,15 @@ unsafe impl DeviceAccess for Forger {
     }
 }
 
-fn agent(name: &str, device: Arc<dyn DeviceAccess>) -> Agent {
-    let builder = Agent::builder(name).backends(["SHM"]).registry(registry("")).device(device);
-    builder.build().expect("SHM opens")
+/// Returns an agent with SHM and a device.
+pub(crate) fn agent(name: &str, device: Arc<dyn DeviceAccess>) -> Agent {
+    agent_over(&["SHM"], name, device)
+}
+
+/// Returns an agent with some backends and a device.
+pub(crate) fn agent_over(backends: &[&str], name: &str, device: Arc<dyn DeviceAccess>) -> Agent {
+    let builder = Agent::builder(name).backends(backends.iter().copied());
+    builder.registry(registry("")).device(device).build().expect("the backends open")
 }
 
 /// Writes memory of a peer's process into the region of a target, as the peer describes it.

@@ -2,6 +2,7 @@
 //! and `kvx-rocm`. If a variable names another library, they test that one, as far as they need no
 //! command of the stand-in.
 
+mod blocking;
 mod copies;
 mod errors;
 mod forgery;
@@ -47,6 +48,9 @@ pub(crate) struct Names {
     pub(crate) record: &'static str,
     pub(crate) query: &'static str,
     pub(crate) allocate: &'static str,
+    pub(crate) free: &'static str,
+    pub(crate) unpin: &'static str,
+    pub(crate) create_stream: &'static str,
     pub(crate) open: &'static str,
     pub(crate) close: &'static str,
     pub(crate) load: &'static str,
@@ -117,7 +121,8 @@ pub(crate) fn trials(
     ]
     .concat();
     if over_the_stand_in(maker) {
-        tests.extend([copies::TESTS, errors::TESTS, kernels::TESTS, memory::TESTS].concat());
+        tests.extend([blocking::TESTS, copies::TESTS, errors::TESTS, kernels::TESTS].concat());
+        tests.extend(memory::TESTS);
         tests.extend([forgery::TESTS, sharing::TESTS, tickets::TESTS, more].concat());
     }
     let trials = tests.into_iter().map(|(name, test)| {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::sharing::{ProcessHandle, SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{
-    Bench, Maker, all_of, errors, filled, forgery, kernels, memory, settled, tickets, with_a_device,
+    Bench, Maker, all_of, blocking, errors, filled, forgery, kernels, memory, settled, tickets, with_a_device,
 };
 use kvx_core::DeviceAccess as _;
 use kvx_core::backend::IpcHandle;
@@ -29,6 +29,9 @@ pub(crate) fn play(maker: &'static Maker, role: &str) {
             set("KVX_STAND_IN", &format!("{release} {version}"));
             with_a_device(maker, map_anothers);
             say("mapped");
+        }
+        ["lender", ref backends @ ..] => {
+            with_a_device(maker, |bench| blocking::lend(bench, backends));
         }
         ["named", release, version] => {
             set("KVX_STAND_IN", &format!("{release} {version}"));

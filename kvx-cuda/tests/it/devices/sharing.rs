@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use kvx_core::DeviceAccess as _;
 use kvx_core::backend::{Hop, IpcHandle, LinkProcess};
-use kvx_core::{DeviceId, ErrorKind, Memory, Result};
+use kvx_core::{DeviceId, ErrorKind, Memory, MemoryKind, Result};
 use kvx_gpu::Device;
 use kvx_testkit::Child;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled};
+use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled, until};
 
 pub(crate) const ANYWHERE: &[(&str, Test)] = &[
     ("memory_of_another_process_is_read", read_from_another_process),
@@ -23,6 +23,8 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("both_processes_see_device_0_and_mean_another", both_see_device_0),
     ("an_allocation_is_opened_once_and_closed_with_its_last_use", opened_once),
     ("devices_that_do_not_reach_each_other_say_so", no_way),
+    ("memory_whose_range_the_driver_hides_is_opened_or_refused", hidden_ranges),
+    ("an_open_that_the_driver_refuses_says_what_to_set", refused_open),
     ("virtual_memory_is_shared_by_descriptor", virtual_memory),
     ("every_release_of_the_library_maps_virtual_memory_of_another_process", every_release),
 ];
@@ -174,12 +176,48 @@ fn opened_once(bench: &Bench<'_>) {
     assert!(all_of(&second) == expected()[5000..6000], "the other use continues");
     assert_eq!((bench.control.calls(open), bench.control.calls(close)), (before.0 + 1, before.1));
     drop(second);
-    assert_eq!(bench.control.calls(close), before.1 + 1);
+    until("it is closed", || bench.control.calls(close) == before.1 + 1);
     drop(owner.open(bench, &later, 1000).unwrap());
+    // A later opening is queued behind the closing.
+    let third = owner.open(bench, &later, 1000).unwrap();
     assert_eq!(
         (bench.control.calls(open), bench.control.calls(close)),
-        (before.0 + 2, before.1 + 2)
+        (before.0 + 3, before.1 + 2)
     );
+    drop(third);
+}
+
+/// A driver need not tell the range of memory of another process by the usual function.
+fn hidden_ranges(bench: &Bench<'_>) {
+    let owner = Owner::start("owner 0");
+    // HIP has no number of an allocation.
+    let told = if bench.maker.kind == MemoryKind::Cuda { 2 } else { 1 };
+    for level in 1..=told {
+        bench.control.command(&format!("hide-imports {level}"));
+        assert!(owner.read(bench).unwrap() == expected(), "level {level}");
+        let mut longer = owner.handle.clone();
+        longer.bytes[45..53].copy_from_slice(&[0, 0, 0, 0, 1, 0, 0, 0]); // more than it has
+        longer.offset = 1 << 24;
+        let error = owner.open(bench, &longer, 1 << 20).unwrap_err();
+        let refused = [ErrorKind::Malformed, ErrorKind::Unsupported];
+        assert!(refused.contains(&error.kind()), "level {level}: {error}");
+    }
+    bench.control.command(&format!("hide-imports {}", told + 1));
+    let error = owner.read(bench).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    assert!(error.to_string().contains("bounds"), "{error}");
+}
+
+fn refused_open(bench: &Bench<'_>) {
+    let owner = Owner::start("owner 0");
+    bench.control.fail(bench.maker.names.open, 201, 1);
+    let error = owner.read(bench).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "so that another transport moves it: {error}");
+    assert_eq!(error.native().map(|native| native.code), Some(201));
+    for hint in ["--ipc=host", "MIG", "TCP"] {
+        assert!(error.to_string().contains(hint), "{error}");
+    }
+    assert!(owner.read(bench).unwrap() == expected());
 }
 
 fn an_owners_death(bench: &Bench<'_>) {
@@ -254,7 +292,7 @@ fn virtual_memory(bench: &Bench<'_>) {
     let again = this.open(&bench.device, id, &handle, pool.len()).unwrap();
     assert_eq!(again.address(), pool.address());
     drop((again, pool));
-    assert_eq!(bench.control.allocated(), before);
+    until("the pool is freed", || bench.control.allocated() == before);
 
     let mut owner = Owner::start("owner 0 mapped");
     assert!(owner.read(bench).unwrap() == expected());

@@ -1,5 +1,6 @@
 //! Received notifications: a bounded queue, and the callers that wait for some of them.
 
+use std::borrow::Cow;
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
@@ -8,7 +9,7 @@ use std::time::Instant;
 use crate::completion::Promise;
 use crate::fault_injection::injected;
 use crate::identity::{Identity, Incarnation, Sender};
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::transport::QueueFull;
 
 /// A notification from a peer, which arrived after the data that it belongs to.
@@ -44,6 +45,9 @@ pub(crate) struct Inbox {
 #[derive(Default)]
 struct InboxState {
     queue: VecDeque<Notification>,
+    /// Notifications of data that devices do not see yet.
+    held: VecDeque<Notification>,
+    /// The bytes of both.
     bytes: usize,
     /// True if a transport got `QueueFull` since the queue last had space.
     refused: bool,
@@ -78,6 +82,13 @@ impl ExpectedSenders {
 }
 
 impl InboxState {
+    /// Returns true if a notification does not fit. One that is larger than the byte limit, as
+    /// foreign agents may send, fits into an empty queue.
+    fn is_full(&self, limits: InboxLimits, len: usize) -> bool {
+        let fits = self.bytes == 0 || self.bytes + len <= limits.bytes;
+        self.queue.len() + self.held.len() >= limits.count || !fits
+    }
+
     /// Returns the notifications of expectations that timed out or were dropped to the queue, so
     /// that a second attempt finds them.
     fn sweep(&mut self) {
@@ -90,6 +101,12 @@ impl InboxState {
             }
         }
     }
+}
+
+/// Returns the sender as notifications name it.
+fn identity(from: Sender<'_>) -> Identity {
+    let incarnation = if injected("sender") { Incarnation([0; 16]) } else { from.incarnation };
+    Identity { name: from.name.into(), incarnation }
 }
 
 impl Inbox {
@@ -107,12 +124,50 @@ impl Inbox {
     /// # Errors
     /// [`QueueFull`]: the sender's transport keeps the notification and stops reading.
     pub(crate) fn deliver(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
-        let incarnation = if injected("sender") { Incarnation([0; 16]) } else { from.incarnation };
-        let from = Identity { name: from.name.into(), incarnation };
         let mut state = self.state.lock();
         state.sweep();
+        self.insert(state, identity(from), Cow::Borrowed(bytes), true)
+    }
+
+    /// Receives a notification, but keeps it until [`release`](Inbox::release).
+    ///
+    /// # Errors
+    /// Those of [`deliver`](Inbox::deliver).
+    pub(crate) fn hold(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
+        let mut state = self.state.lock();
+        state.sweep();
+        // One that is expected needs no space.
+        let is_expected = state.expected.iter().any(|expectation| *expectation.bytes == *bytes);
+        if !is_expected && state.is_full(self.limits, bytes.len()) {
+            state.refused = true;
+            return Err(QueueFull);
+        }
+        state.bytes += bytes.len();
+        state.held.push_back(Notification { from: identity(from), bytes: bytes.into() });
+        Ok(())
+    }
+
+    /// Delivers the oldest notification that is kept.
+    pub(crate) fn release(&self) {
+        let mut state = self.state.lock();
+        state.sweep();
+        let Some(Notification { from, bytes }) = state.held.pop_front() else {
+            return debug_assert!(false, "each release follows a hold");
+        };
+        state.bytes = state.bytes.saturating_sub(bytes.len());
+        // It had its space before, so it is not refused.
+        self.insert(state, from, Cow::Owned(bytes.into()), false).ok();
+    }
+
+    fn insert(
+        &self,
+        mut state: MutexGuard<'_, InboxState>,
+        from: Identity,
+        bytes: Cow<'_, [u8]>,
+        is_limited: bool,
+    ) -> Result<(), QueueFull> {
         if let Some(at) =
-            state.expected.iter_mut().position(|expectation| expectation.wants(&from, bytes))
+            state.expected.iter_mut().position(|expectation| expectation.wants(&from, &bytes))
         {
             let notification = Notification { from, bytes: bytes.into() };
             if injected("expect-keeps") {
@@ -128,16 +183,12 @@ impl Inbox {
             }
             return Ok(());
         }
-        // A notification larger than the byte limit, as foreign agents may send, is accepted if the
-        // queue is empty.
-        let fits = state.bytes == 0 || state.bytes + bytes.len() <= self.limits.bytes;
-        let full = state.queue.len() >= self.limits.count || !fits;
-        if full && !injected("inbox") {
+        if is_limited && state.is_full(self.limits, bytes.len()) && !injected("inbox") {
             state.refused = true;
             return Err(QueueFull);
         }
-        let notification = Notification { from, bytes: bytes.into() };
         state.bytes += bytes.len();
+        let notification = Notification { from, bytes: bytes.into() };
         if injected("twice") {
             state.queue.push_back(notification.clone());
         }
@@ -281,6 +332,24 @@ mod tests {
         assert_eq!(inbox.deliver(SENDERS[0], b"x"), Err(QueueFull));
         let resumes: Vec<bool> = (0..4).map(|_| inbox.take().1).collect();
         assert_eq!(resumes, [false, true, false, false]);
+    }
+
+    #[test]
+    fn one_that_is_held_takes_room_and_comes_when_it_is_released() {
+        let inbox = Inbox::new(InboxLimits { count: 2, bytes: 1000 });
+        inbox.hold(SENDERS[0], b"first").unwrap();
+        inbox.hold(SENDERS[1], b"second").unwrap();
+        assert_eq!(inbox.hold(SENDERS[0], b"third"), Err(QueueFull));
+        assert_eq!(inbox.take().0, None);
+        inbox.release();
+        assert!(inbox.take().0.is_some_and(|one| *one.bytes == *b"first"));
+        let promise = Promise::new();
+        inbox.wait_for_senders(b"second", 2, &promise);
+        inbox.hold(SENDERS[0], b"second").unwrap();
+        inbox.hold(SENDERS[0], b"second").unwrap(); // expected, so beyond the limit
+        assert!(!promise.is_finished());
+        (0..3).for_each(|_| inbox.release());
+        assert!(promise.is_finished());
     }
 
     #[test]

@@ -34,6 +34,7 @@ pub use transfer::{Canceller, Transfer};
 
 // The state of an agent: transfers in flight, waiting notifications, metrics, quarantined memory.
 mod budget;
+mod flush;
 mod inbox;
 mod quarantine;
 mod telemetry;

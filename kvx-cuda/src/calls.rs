@@ -57,6 +57,8 @@ pub(crate) struct CudaCalls {
     batch: Option<Batch>,
     /// Since CUDA 12.8.
     first_batch: Option<FirstBatch>,
+    /// Missing where no network card reaches the device.
+    flush: Option<unsafe extern "C" fn(c_int, c_int) -> Status>,
     /// Since CUDA 11.7.
     dma_buf: Option<unsafe extern "C" fn(*mut c_int, Address, usize, c_int, u64) -> Status>,
 }
@@ -91,6 +93,7 @@ impl CudaCalls {
                 copy_rows: library.symbol(c"cuMemcpy2DAsync_v2")?,
                 batch: library.optional_symbol(c"cuMemcpyBatchAsync_v2"),
                 first_batch: library.optional_symbol(c"cuMemcpyBatchAsync"),
+                flush: library.optional_symbol(c"cuFlushGPUDirectRDMAWrites"),
                 dma_buf: library.optional_symbol(c"cuMemGetHandleForAddressRange"),
             }
         }))
@@ -123,6 +126,8 @@ mod attribute {
     pub(super) const VIRTUAL_MEMORY: i32 = 102;
     pub(super) const FILE_DESCRIPTORS: i32 = 103;
     pub(super) const RDMA_WITH_VIRTUAL_MEMORY: i32 = 110;
+    pub(super) const RDMA_FLUSH_OPTIONS: i32 = 117;
+    pub(super) const RDMA_WRITES_ORDERING: i32 = 118;
     pub(super) const DMA_BUF: i32 = 124;
 }
 
@@ -277,6 +282,27 @@ unsafe impl VendorCalls for CudaCalls {
             is_mapped: place == PointerPlace::Device && pool == 0 && legacy & 0xff == 0,
             context: (context != Context(0)).then_some(context),
         })
+    }
+
+    /// Returns true for devices on which writes of network cards are not ordered for the device
+    /// itself, if the host can flush them. All devices since Hopper order them.
+    fn needs_flush(&self, device: DeviceNumber) -> bool {
+        const BY_HOST: i32 = 1;
+        const ORDERED_FOR_OWNER: i32 = 100;
+        self.flush.is_some()
+            && self.attribute(attribute::RDMA_WRITES_ORDERING, device) < ORDERED_FOR_OWNER
+            && self.attribute(attribute::RDMA_FLUSH_OPTIONS, device) & BY_HOST != 0
+    }
+
+    fn flush(&self) -> CallResult {
+        const CURRENT_CONTEXT: c_int = 0;
+        const FOR_OWNER: c_int = 100;
+        let Some(flush) = self.flush else {
+            return Err(Failure::Missing("no flush of writes of network cards".into()));
+        };
+        // SAFETY: plain numbers; the device is current.
+        let status = unsafe { flush(CURRENT_CONTEXT, FOR_OWNER) };
+        Failure::check(c"cuFlushGPUDirectRDMAWrites", status)
     }
 
     fn opened_len(&self, address: u64, claimed: u64) -> CallResult<Option<u64>> {

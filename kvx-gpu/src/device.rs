@@ -401,6 +401,15 @@ unsafe impl DeviceAccess for Device {
         };
     }
 
+    fn needs_flush(&self) -> bool {
+        self.driver.needs_flush()
+    }
+
+    fn flush(&self, done: Ticket) {
+        // SAFETY: the work names no memory.
+        unsafe { self.ask(DeviceWork::Flush, std::iter::empty(), done) };
+    }
+
     fn share(&self, memory: &Arc<Memory>) -> Result<IpcHandle> {
         let (address, len) = (memory.address(), memory.len());
         let _inside = self.driver.enter()?;

@@ -27,6 +27,8 @@ pub(super) enum DeviceWork {
     Behind(StreamHandle),
     /// Copies blocks of grids to packed bytes, or the other way.
     Grids { gather: bool, packed: u64, grids: Vec<DeviceGrid>, indices: Arc<[u32]> },
+    /// Makes writes of network cards visible to the device.
+    Flush,
     /// Copies blocks and swaps their dimensions.
     Permute { to: StridedBlocks, from: StridedBlocks, swap: Swap },
 }
@@ -269,6 +271,10 @@ impl<'a> Streams<'a> {
                 let lane = self.lanes.last_mut().expect("one was pushed before");
                 return lane.push(flight, self.driver, &mut self.events);
             }
+            DeviceWork::Flush => {
+                let flushed = self.driver.flush();
+                return catch_panic(|| done.settle(flushed));
+            }
             DeviceWork::Zero { .. } | DeviceWork::Grids { .. } | DeviceWork::Permute { .. } => {
                 CopyDirection::Within
             }
@@ -288,7 +294,7 @@ impl<'a> Streams<'a> {
             DeviceWork::Permute { to, from, swap } => {
                 self.permute(&to, &from, swap, stream, &mut tables)
             }
-            DeviceWork::Behind(_) => Ok(()),
+            DeviceWork::Behind(_) | DeviceWork::Flush => Ok(()),
         };
         let flight = Flight { done, started, owners, tables };
         self.lanes[way as usize].push(flight, self.driver, &mut self.events);

@@ -8,14 +8,16 @@ use crate::budget::Budget;
 use crate::completion::{Completion, Promise};
 use crate::deadline::Clock;
 use crate::fault_injection::injected;
+use crate::flush;
 use crate::identity::{Identity, LinkId, RegionId, TransferId};
 use crate::inbox::Inbox;
 use crate::metadata::{AdmissionTerms, RegionInfo};
 use crate::region::core::RegionCore;
 use crate::sync::Mutex;
 use crate::telemetry::Meters;
+use crate::ticket::Ticket;
 use crate::transport::{Admission, Events, LinkState, QueueFull, Transport};
-use crate::{Deadline, Error, ErrorKind, MemoryKind, Result, Sender, fork};
+use crate::{Deadline, DeviceAccess, Error, ErrorKind, MemoryKind, Result, Sender, fork};
 
 pub(crate) struct AgentInner {
     pub(crate) identity: Identity,
@@ -29,6 +31,8 @@ pub(crate) struct AgentInner {
     pub(crate) clock: Clock,
     pub(crate) budget: Budget,
     pub(super) inbox: Inbox,
+    /// The devices of registered memory that are flushed before a notification is delivered.
+    pub(super) flushed: Mutex<Vec<Arc<dyn DeviceAccess>>>,
     pub(super) tables: Mutex<Tables>,
     ids: AtomicU64,
     pub(super) closed: AtomicBool,
@@ -82,7 +86,7 @@ pub(super) struct Sink(pub(super) Mutex<Weak<AgentInner>>);
 impl Events for Sink {
     fn notification(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
         let agent = self.0.lock().upgrade();
-        agent.map_or(Ok(()), |agent| agent.inbox.deliver(from, bytes))
+        agent.map_or(Ok(()), |agent| agent.notified(from, bytes))
     }
 
     fn link(&self, id: LinkId, state: LinkState) {
@@ -96,6 +100,29 @@ impl Events for Sink {
 }
 
 impl AgentInner {
+    /// Receives a notification. The data that it belongs to may be on a device, which must see it
+    /// before the program does anything with it.
+    fn notified(self: &Arc<Self>, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
+        let devices = self.flushed.lock().clone();
+        if devices.is_empty() {
+            return self.inbox.deliver(from, bytes);
+        }
+        self.inbox.hold(from, bytes)?;
+        let agent = Arc::downgrade(self);
+        flush::flush(
+            devices,
+            Ticket::new(move |flushed| {
+                if let Err(error) = flushed {
+                    tracing::error!(%error, "a device may not see what a network card has written");
+                }
+                if let Some(agent) = agent.upgrade() {
+                    agent.inbox.release();
+                }
+            }),
+        );
+        Ok(())
+    }
+
     pub(super) fn new(
         (identity, invited): (Identity, AdmissionTerms),
         (transports, not_open): (Vec<Open>, Vec<(&'static str, Error)>),
@@ -112,6 +139,7 @@ impl AgentInner {
             staged,
             budget,
             inbox,
+            flushed: Mutex::default(),
             tables: Mutex::default(),
             ids: AtomicU64::new(1),
             closed: AtomicBool::new(false),

@@ -143,6 +143,18 @@ pub unsafe trait DeviceAccess: Send + Sync {
         done.settle(Err(cannot(self.kind(), "copies within the device")));
     }
 
+    /// Returns true if the device sees what network cards have written to its memory only after a
+    /// [`flush`](DeviceAccess::flush). Does not call the driver.
+    fn needs_flush(&self) -> bool {
+        false
+    }
+
+    /// Makes what network cards have written to the device's memory so far visible to the device.
+    /// Returns at once; `done` settles when it is visible, in the order of the calls.
+    fn flush(&self, done: Ticket) {
+        done.settle(Ok(()));
+    }
+
     /// Lets other processes of this host open memory of the device, as long as this process lives
     /// and the memory is not freed.
     ///

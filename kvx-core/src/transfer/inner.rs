@@ -9,6 +9,7 @@ use crate::bound::BoundPlan;
 use crate::completion::Promise;
 use crate::deadline::{Expire, Reason, Watch};
 use crate::fault_injection::injected;
+use crate::flush;
 use crate::operation::{Op, Size};
 use crate::peer::{LinkRequest, NeedsLink, PeerInner};
 use crate::plan::Plan;
@@ -365,20 +366,9 @@ impl NeedsLink for TransferInner {
     }
 }
 
-impl Settle for TransferInner {
-    fn settled(self: Arc<Self>, result: Result<()>) {
-        if let Err(error) = &result
-            && error.kind() == ErrorKind::Unsupported
-            && self.try_another(error)
-        {
-            return;
-        }
-        if injected("free-early")
-            && std::mem::replace(&mut self.state.lock().stage, TicketStage::Settled)
-                == TicketStage::Settled
-        {
-            return; // this fault settles a transfer twice
-        }
+impl TransferInner {
+    /// Ends the transfer, whose bytes the local side sees.
+    fn arrived(self: Arc<Self>, result: Result<()>) {
         let result = result.map_err(|error| self.explained(error));
         // Before anyone can observe the end, because the next post may need this share of the
         // budget.
@@ -409,6 +399,46 @@ impl Settle for TransferInner {
                 tell_waiting();
             }
         }
+    }
+}
+
+/// A transfer whose bytes have arrived, and whose devices are flushed before it settles.
+struct FlushedTransfer(Arc<TransferInner>);
+
+impl Settle for FlushedTransfer {
+    fn settled(self: Arc<Self>, flushed: Result<()>) {
+        Arc::clone(&self.0).arrived(flushed);
+    }
+
+    fn forgotten(self: Arc<Self>) {
+        Arc::clone(&self.0).forgotten();
+    }
+}
+
+impl Settle for TransferInner {
+    fn settled(self: Arc<Self>, result: Result<()>) {
+        if let Err(error) = &result
+            && error.kind() == ErrorKind::Unsupported
+            && self.try_another(error)
+        {
+            return;
+        }
+        if injected("free-early")
+            && std::mem::replace(&mut self.state.lock().stage, TicketStage::Settled)
+                == TicketStage::Settled
+        {
+            return; // this fault settles a transfer twice
+        }
+        let mut devices = Vec::new();
+        if result.is_ok() && self.plan.0.op == Op::Read {
+            for local in &self.plan.0.locals {
+                flush::note(&mut devices, local.core().memory.device_access());
+            }
+        }
+        if devices.is_empty() {
+            return self.arrived(result);
+        }
+        flush::flush(devices, Ticket::of(Arc::new(FlushedTransfer(self))));
     }
 
     fn forgotten(self: Arc<Self>) {

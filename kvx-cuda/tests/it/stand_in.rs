@@ -65,6 +65,7 @@ pub(crate) fn trials() -> Vec<Trial> {
                 mapped_memory_is_refused,
             ),
             ("memory_of_another_context_is_refused", other_context_is_refused),
+            ("a_device_is_flushed_where_needed_before_data_counts_as_arrived", flushed),
         ],
         &[("memory_of_the_drivers_own_pool_is_refused", pool_memory_is_refused)],
     )
@@ -93,6 +94,14 @@ fn cudarc_has_the_same_library(bench: &Bench<'_>) {
     );
     // SAFETY: retained above.
     unsafe { cudarc::driver::result::primary_ctx::release(device) }.unwrap();
+}
+
+/// Runs in its own process, because the driver names a device's properties once.
+fn flushed(_: &Bench<'_>) {
+    for (role, result) in [("arrival unordered", "flushed"), ("arrival ordered", "not flushed")] {
+        let child = Child::start_self(ROLE, role).expect("a process starts");
+        assert_eq!(child.hear(LONG).expect("it says how it went"), result);
+    }
 }
 
 /// Tests memory like that of PyTorch's expandable segments: mapped, without a shareable handle.

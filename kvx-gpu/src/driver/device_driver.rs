@@ -27,6 +27,7 @@ pub(crate) struct Driver {
     all: Arc<[(DeviceId, DeviceNumber)]>,
     /// The device's context, once it has been needed.
     context: OnceLock<Context>,
+    needs_flush: bool,
 }
 
 /// Keeps the device current on this thread until it is dropped.
@@ -64,7 +65,8 @@ impl Driver {
         info: DeviceInfo,
         all: Arc<[(DeviceId, DeviceNumber)]>,
     ) -> Self {
-        Driver { library, number, info, all, context: OnceLock::new() }
+        let needs_flush = library.calls.needs_flush(number);
+        Driver { library, number, info, all, context: OnceLock::new(), needs_flush }
     }
 
     pub(crate) fn info(&self) -> &DeviceInfo {
@@ -182,6 +184,17 @@ impl Driver {
     pub(crate) unsafe fn unpin(&self, base: *mut u8) -> Result<()> {
         // SAFETY: the caller promises that nobody uses it.
         self.check(unsafe { self.library.functions.free_pinned(base.cast()) })
+    }
+
+    /// Returns whether the device sees writes of network cards only after a
+    /// [`flush`](Driver::flush).
+    pub(crate) fn needs_flush(&self) -> bool {
+        self.needs_flush
+    }
+
+    /// Makes writes of network cards that have arrived so far visible to the device.
+    pub(crate) fn flush(&self) -> Result<()> {
+        self.check(self.library.calls.flush())
     }
 
     /// Returns whether memory belongs to another context than the one that kvx uses. The device is

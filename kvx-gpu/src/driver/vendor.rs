@@ -119,6 +119,18 @@ pub unsafe trait VendorCalls: Send + Sync {
     /// Returns the driver's information about an address.
     fn classify(&self, address: u64) -> CallResult<PointerInfo>;
 
+    /// Returns whether a device sees writes of network cards only after a
+    /// [`flush`](VendorCalls::flush).
+    fn needs_flush(&self, device: DeviceNumber) -> bool {
+        _ = device;
+        false
+    }
+
+    /// Makes writes of network cards that have arrived so far visible to the current device.
+    fn flush(&self) -> CallResult {
+        Ok(())
+    }
+
     /// Returns the number of bytes from the start of opened memory to its end, for which the owner
     /// claims `claimed` bytes, by attributes of its address; `None` if they do not tell.
     fn opened_len(&self, address: u64, claimed: u64) -> CallResult<Option<u64>> {

@@ -29,6 +29,7 @@
 //! | `hold`, `release` | stops streams before their next piece of work, and continues them |
 //! | `slow NAME MICROSECONDS` | delays each call of a function |
 //! | `hide-imports LEVEL` | does not tell the range of other processes' memory: by the usual function (1), by attributes (2), nor its number (3) |
+//! | `unordered-writes` | devices see writes of network cards only after a flush, before the first call that lists devices |
 //! | `other-context` | device memory belongs to another context than the primary one |
 //! | `calls NAME [THREAD]` | returns how often a function was called, by threads whose name begins with THREAD |
 //! | `faults` | returns how often memory was misused |

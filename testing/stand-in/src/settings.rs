@@ -17,11 +17,13 @@ pub(crate) struct Settings {
     pub(crate) peers: bool,
     pub(crate) delay: Duration,
     pub(crate) late: Duration,
-    /// How much of other processes' memory is hidden: 1 for its range by the usual function, 2 also
-    /// by attributes, 3 also its number.
+    /// The information on other processes' memory that is hidden: its range by the usual function
+    /// (1), by attributes (2), and its number (3).
     pub(crate) hidden_imports: u8,
     /// True if all memory belongs to another context than the primary one.
     pub(crate) other_context: bool,
+    /// True if writes of network cards are not ordered.
+    pub(crate) unordered_writes: bool,
     held: bool,
     failures: Vec<Failure>,
     slow: HashMap<String, Duration>,
@@ -53,6 +55,7 @@ fn at_first() -> Settings {
         late: Duration::ZERO,
         hidden_imports: 0,
         other_context: false,
+        unordered_writes: false,
         held: false,
         failures: Vec::new(),
         slow: HashMap::new(),
@@ -167,6 +170,7 @@ impl Settings {
             ["calls", function, thread] => return Some(self.calls(function, thread)),
             ["slow", function, time] => _ = self.slow.insert(function.to_owned(), micros(time)?),
             ["hide-imports", level] => self.hidden_imports = level.parse().ok()?,
+            ["unordered-writes"] => self.unordered_writes = true,
             ["other-context"] => self.other_context = true,
             ["faults"] => return Some(self.faults as i64),
             _ => return None,

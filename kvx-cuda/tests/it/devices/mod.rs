@@ -2,6 +2,7 @@
 //! and `kvx-rocm`. If a variable names another library, they test that one, as far as they need no
 //! command of the stand-in.
 
+mod arrival;
 mod blocking;
 mod copies;
 mod errors;

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::sharing::{ProcessHandle, SHARED, hex, map_anothers, owned, read, sum, unhex};
 use super::{
-    Bench, Maker, all_of, blocking, errors, filled, forgery, kernels, memory, settled, tickets, with_a_device,
+    Bench, Maker, all_of, arrival, blocking, errors, filled, forgery, kernels, memory, settled,
+    tickets, with_a_device,
 };
 use kvx_core::DeviceAccess as _;
 use kvx_core::backend::IpcHandle;
@@ -36,6 +37,15 @@ pub(crate) fn play(maker: &'static Maker, role: &str) {
         ["named", release, version] => {
             set("KVX_STAND_IN", &format!("{release} {version}"));
             say(&with_a_device(maker, errors::text_of_an_error));
+        }
+        ["arrival", "unordered"] => {
+            set("KVX_STAND_IN", "unordered-writes");
+            with_a_device(maker, arrival::flushed);
+            say("flushed");
+        }
+        ["arrival", _] => {
+            with_a_device(maker, arrival::not_flushed);
+            say("not flushed");
         }
         ["broken"] => {
             with_a_device(maker, errors::break_the_device);

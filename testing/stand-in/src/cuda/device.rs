@@ -2,7 +2,7 @@
 
 use std::ffi::c_int;
 
-use super::context::{device, initialised};
+use super::context::{current, device, initialised};
 use crate::argument::{Out, answer};
 use crate::code::Code;
 use crate::devices::Maker;
@@ -52,9 +52,27 @@ extern "C" fn cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, ordinal:
             // Unified addresses, virtual memory, its descriptors, RDMA to it, pools, dma-buf
             // descriptors.
             41 | 102 | 103 | 110 | 115 | 124 => 1,
+            // Writes of network cards are flushed by the host, or are ordered for all devices.
+            117 => 1,
+            118 => {
+                if settings().unordered_writes {
+                    0
+                } else {
+                    200
+                }
+            }
             attribute if attribute > 0 => 0,
             _ => return Err(Code::INVALID_VALUE),
         })
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuFlushGPUDirectRDMAWrites(target: c_int, scope: c_int) -> c_int {
+    answer("cuFlushGPUDirectRDMAWrites", || {
+        current()?;
+        // The current context, for its owner or for all devices.
+        if target == 0 && [100, 200].contains(&scope) { Ok(()) } else { Err(Code::INVALID_VALUE) }
     })
 }
 

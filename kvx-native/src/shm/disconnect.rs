@@ -157,7 +157,7 @@ impl Machine {
         self.connect_again(now, out);
         self.look_at_copies(now);
         self.release_busy_windows(out);
-        let mut late = Vec::new();
+        let (mut late, mut exiting) = (Vec::new(), Vec::new());
         let mut again: Option<Instant> = None;
         for (at, connection) in &mut self.connections {
             if connection.crowded {
@@ -173,7 +173,15 @@ impl Machine {
                         // The peer may have answered: no message of a paused connection is read.
                         connection.silence.note_activity(now);
                     }
-                    let next = match connection.silence.look(now, self.peer_timeout) {
+                    let status = connection.silence.look(now, self.peer_timeout);
+                    // A process with much to free, like one with a GPU, exits for seconds before
+                    // its end shows. It answers nothing any more.
+                    let has_waited = connection.silence.since() == now;
+                    if has_waited && connection.process.is_exiting() {
+                        exiting.push(at);
+                        continue;
+                    }
+                    let next = match status {
                         SilenceStatus::Idle => continue,
                         SilenceStatus::Lost => {
                             late.push(at);
@@ -196,6 +204,10 @@ impl Machine {
             let silent = self.connections[at].is_up();
             let reason = if silent { peer_silent(self.peer_timeout) } else { no_handshake() }
                 .with_backend(NAME);
+            self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
+        }
+        for at in exiting {
+            let reason = peer_died().with_backend(NAME);
             self.end(at, reason.clone(), End::Ours, Some(LinkState::Lost(reason)), out);
         }
         1

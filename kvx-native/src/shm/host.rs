@@ -170,7 +170,7 @@ impl PeerProcess {
 
     /// Returns true if the kernel has begun to end the process. The caller has not seen its end, so
     /// its number was not reused.
-    fn is_exiting(&self) -> bool {
+    pub(crate) fn is_exiting(&self) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid));
         stat.is_ok_and(|stat| has_begun_to_exit(&stat))
     }

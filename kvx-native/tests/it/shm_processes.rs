@@ -50,6 +50,9 @@ fn play(role: &str, mut line: child::Line) {
                 let region = &regions[words[1].parse::<usize>().unwrap()];
                 line.say(filled_with(region, words[2].parse().unwrap()).to_string().as_bytes());
             }
+            // The process has begun to exit, but its sockets stay open.
+            // SAFETY: ends this thread; no code of it follows.
+            "linger" => unsafe { _ = libc::syscall(libc::SYS_exit, 0) },
             "quit" => {
                 shut_down(&[&own]);
                 line.say(b"done");
@@ -214,6 +217,53 @@ fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_releases_the_memory(
     settled.wait_blocking(CUT_OFF).unwrap();
     local.revoke(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
     shut_down(&[&own]);
+}
+
+/// A process that has begun to exit frees its memory before it closes its sockets, for seconds if it
+/// has a GPU.
+#[test]
+fn a_peer_that_exits_for_long_is_lost_long_before_the_timeout() {
+    let timeout = Duration::from_secs(60);
+    let own = Agent::builder("own").peer_timeout(timeout).registry(registry()).build().unwrap();
+    let local = region(&own, "local", On::Pool, BLOCKS, 1);
+    let mut other = start("lingering");
+    let peer = own.connect(other.hear()).unwrap();
+    let writing = write(&local, &peer.region("Pool").unwrap(), &[1], &[8]);
+    run(&peer, &writing).unwrap();
+    other.say(b"linger");
+    until_threads_are(&other, "Z", 1); // the one that was the first
+    other.signal(libc::SIGSTOP);
+    until_threads_are(&other, "TZ", usize::MAX);
+    let transfer = peer.transfer(&writing).deadline(timeout).post().unwrap();
+    let (settled, begun) = (transfer.settled(), Instant::now());
+    let error = transfer.wait_blocking(CUT_OFF).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+    assert!(error.to_string().contains("has ended"), "{error}");
+    assert!(begun.elapsed() < timeout / 4, "it took {:?}", begun.elapsed());
+    // The peer may read the source of the write until it has ended.
+    other.kill();
+    settled.wait_blocking(CUT_OFF).unwrap();
+    shut_down(&[&own]);
+}
+
+/// Waits until the states of at least `count` threads of a child, or of all, are among these.
+fn until_threads_are(child: &Other, states: &str, count: usize) {
+    let begun = Instant::now();
+    loop {
+        let threads: Vec<_> =
+            std::fs::read_dir(format!("/proc/{}/task", child.pid())).unwrap().collect();
+        let is = |thread: &std::io::Result<std::fs::DirEntry>| {
+            let stat = std::fs::read_to_string(thread.as_ref().unwrap().path().join("stat"));
+            let stat = stat.unwrap_or_default();
+            let state = stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next());
+            state.is_some_and(|state| states.contains(state))
+        };
+        if threads.iter().filter(|thread| is(thread)).count() >= count.min(threads.len()) {
+            return;
+        }
+        assert!(begun.elapsed() < CUT_OFF, "the child's threads do not reach {states}");
+        std::thread::yield_now();
+    }
 }
 
 #[test]

@@ -136,9 +136,9 @@ fn read_object(path: &Path) -> Result<Map<String, Value>> {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    pub(crate) use super::fuzz::{byte_letters, bytes};
-    use super::fuzz::{special, tokenizer};
     use super::*;
+    pub(crate) use crate::tokenizer::fuzz::{byte_letters, bytes};
+    use crate::tokenizer::fuzz::{special, tokenizer};
 
     /// Returns a tokenizer with these words as tokens 0, 1, …; the first two are special.
     pub(crate) fn words(words: &[String], decoder: &Value) -> Tokenizer {

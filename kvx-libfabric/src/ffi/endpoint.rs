@@ -82,6 +82,15 @@ pub(crate) struct FailedOperation {
     pub(crate) provider: c_int,
 }
 
+/// The description of a failed operation, followed by space for the fields of later versions: from
+/// 1.20 on, providers write the sender's address there.
+#[repr(C)]
+#[derive(Default)]
+struct ErrorEntry {
+    known: fi_cq_err_entry,
+    later: [u64; 8],
+}
+
 /// The outcome of [`Endpoint::read`].
 pub(crate) enum Read {
     Nothing,
@@ -457,9 +466,10 @@ impl Endpoint {
 
     fn read_failed(&self) -> Result<Read, Errno> {
         let queue = self.queue.as_ptr();
-        let mut entry = fi_cq_err_entry::default();
-        // SAFETY: the entry requests no error data.
-        let answer = unsafe { function!(queue, ops, readerr)(queue, &mut entry, 0) };
+        let mut failed = ErrorEntry::default();
+        // SAFETY: the entry requests no error data, and has space for the fields of later versions.
+        let answer = unsafe { function!(queue, ops, readerr)(queue, (&raw mut failed).cast(), 0) };
+        let entry = failed.known;
         match Errno::check_count(answer) {
             Ok(0) | Err(Errno(libc::EAGAIN)) => Ok(Read::Nothing),
             Ok(_) => Ok(Read::Failed(FailedOperation {

@@ -9,7 +9,7 @@ use kvx_backend::loader;
 
 use super::bindings_1_17::*;
 use super::errno::Errno;
-use super::library::{INTERFACE, LIBRARY, Library, Version};
+use super::library::{LIBRARY, Library, Version, interface_of};
 
 /// The capabilities that kvx requires of every provider.
 const CAPS: u64 = (FI_MSG | FI_RMA) as u64;
@@ -80,7 +80,8 @@ impl Infos {
         // SAFETY: the hints are complete; the answer is a separate list.
         let answer = loader::with_signals_kept(|| unsafe {
             let getinfo = library.functions().fi_getinfo;
-            getinfo(INTERFACE.packed(), ptr::null(), ptr::null(), 0, hints.0, &mut found)
+            let interface = interface_of(library.version()).packed();
+            getinfo(interface, ptr::null(), ptr::null(), 0, hints.0, &mut found)
         });
         match Errno::check(answer) {
             Ok(_) => Ok(Infos(found)),
@@ -219,6 +220,11 @@ impl Info {
     /// Returns the number and version of the wire protocol.
     pub(crate) fn protocol(&self) -> (u32, u32) {
         (self.endpoint().protocol, self.endpoint().protocol_version)
+    }
+
+    /// Returns the interface that the provider serves: the requested one.
+    pub(crate) fn interface(&self) -> Version {
+        Version::unpack(self.fabric().api_version)
     }
 
     /// Returns the provider's own version.

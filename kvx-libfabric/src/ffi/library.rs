@@ -34,7 +34,7 @@ impl Version {
         self.major << 16 | self.minor
     }
 
-    fn unpack(packed: u32) -> Self {
+    pub(super) fn unpack(packed: u32) -> Self {
         Version { major: packed >> 16, minor: packed & 0xffff }
     }
 }
@@ -45,9 +45,16 @@ impl fmt::Display for Version {
     }
 }
 
-/// The version of the bindings: kvx requests this interface from every library, and it is the
-/// oldest supported version.
-pub(crate) const INTERFACE: Version = Version::of(FI_MAJOR_VERSION, FI_MINOR_VERSION);
+/// The version of the bindings, and the oldest supported one.
+const OLDEST: Version = Version::of(FI_MAJOR_VERSION, FI_MINOR_VERSION);
+/// The newest interface that kvx requests. Providers allow dma-buf registrations only to programs
+/// that request 1.20. Programs that request 1.18 get EFA's hardware writes without a setting.
+const NEWEST_INTERFACE: Version = Version::of(1, 20);
+
+/// Returns the interface to request from a library of this version.
+pub(crate) fn interface_of(library: Version) -> Version {
+    library.min(NEWEST_INTERFACE)
+}
 
 /// Returns the version of a symbol whose structures match the bindings; newer libraries use others
 /// by default.
@@ -76,9 +83,9 @@ fn load() -> Result<Library, Unavailable> {
         let functions = unsafe { Functions::find(find) }?;
         // SAFETY: it has no preconditions.
         let version = Version::unpack(unsafe { (functions.fi_version)() });
-        if version < INTERFACE {
+        if version < OLDEST {
             let path = library.path().display();
-            let why = format!("{path} is libfabric {version}, and kvx needs {INTERFACE} or newer");
+            let why = format!("{path} is libfabric {version}, and kvx needs {OLDEST} or newer");
             return Err(Unavailable::because(why, CURE));
         }
         Ok(BoundLibrary::new(library, functions, version))

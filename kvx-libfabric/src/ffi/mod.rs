@@ -3,7 +3,8 @@
 //!
 //! Few of libfabric's functions are symbols. The others are inline functions in C, which call
 //! through tables of functions in each object; the wrappers here do the same. The bindings are
-//! those of 1.17. Later versions keep them for programs that request that version's symbols.
+//! those of 1.17. Later versions keep them for programs that request that version's symbols, also
+//! if a program requests the behaviour of a later interface.
 
 #[rustfmt::skip]
 #[allow(missing_docs, non_camel_case_types, unreachable_pub, dead_code, reason = "generated")]

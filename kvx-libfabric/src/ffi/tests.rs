@@ -233,6 +233,17 @@ fn over_sockets_the_owner_refuses_what_is_outside_and_what_has_another_key() {
 }
 
 #[test]
+fn the_interface_with_dma_bufs_is_requested_where_the_library_has_it() {
+    let [old, with, new] =
+        [(1, 17), (1, 20), (2, 5)].map(|(major, minor)| Version::of(major, minor));
+    assert_eq!([old, with, new].map(library::interface_of), [old, with, with]);
+    let test = "the_interface_with_dma_bufs_is_requested_where_the_library_has_it";
+    let Some(end) = endpoint("tcp;ofi_rxm", test) else { return };
+    let version = LIBRARY.opened().unwrap().version();
+    assert_eq!(end.domain().info().interface(), library::interface_of(version));
+}
+
+#[test]
 fn a_key_is_taken_once() {
     let Some(end) = endpoint("tcp;ofi_rxm", "a_key_is_taken_once") else { return };
     let memory = vec![0_u8; 4096];

@@ -136,8 +136,7 @@ impl Domain {
             asked.device.cuda = ordinal; // every interface has its device number at this offset
         }
         if let Some((descriptor, offset)) = memory.file {
-            let base = memory.address as *mut _;
-            file = FabricDmaBuf { fd: descriptor.as_raw_fd(), offset, len: memory.len, base };
+            file = FabricDmaBuf::new(descriptor, offset, &memory);
             asked.mr_iov = (&raw const file).cast();
             flags |= FI_MR_DMABUF;
         }
@@ -178,7 +177,16 @@ struct FabricDmaBuf {
     fd: c_int,
     offset: u64,
     len: usize,
+    /// The address at which the file begins. Peers name bytes by this address plus the offset.
     base: *mut libc::c_void,
+}
+
+impl FabricDmaBuf {
+    /// Describes memory that begins at this offset of a file.
+    fn new(file: BorrowedFd<'_>, offset: u64, memory: &MemoryDescription<'_>) -> Self {
+        let base = memory.address.wrapping_sub(offset) as *mut _;
+        FabricDmaBuf { fd: file.as_raw_fd(), offset, len: memory.len, base }
+    }
 }
 
 /// The attributes of a registration, followed by zeros for the fields that versions after 1.17
@@ -270,6 +278,25 @@ impl Drop for Registration {
         if !self.is_closed {
             // SAFETY: the transport keeps it until the operations on it have ended.
             unsafe { close(self.fid(), "registration") };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn peers_reach_memory_inside_a_dma_buf_at_its_own_address() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        let (address, len) = (0x7000_1000, 64);
+        let memory = MemoryDescription { address, len, read_only: false, device: None, file: None };
+        for offset in [0, 0x1000, 0x2_0000] {
+            let FabricDmaBuf { base, len: length, offset: from, .. } =
+                FabricDmaBuf::new(file.as_fd(), offset, &memory);
+            assert_eq!((base.addr() as u64 + from, from, length), (address, offset, len));
         }
     }
 }

@@ -118,7 +118,7 @@ impl OpenRails {
                 );
                 return Err(ErrorKind::Unsupported.because(why).with_backend(NAME));
             }
-            described.device = Some((interface, c_int::try_from(access.ordinal()).unwrap_or(0)));
+            described.device = Some((interface, device_number(memory.kind(), access.ordinal())?));
             if ffi::LIBRARY.opened().is_some_and(|library| library.version() >= WITH_FILES)
                 && let Ok(file) = access.dma_buf(memory.address(), memory.len())
             {
@@ -137,6 +137,17 @@ impl OpenRails {
         // SAFETY: core keeps the memory until the region is released, after `unmap`.
         unsafe { keys::register(domain, described) }
     }
+}
+
+/// Returns the driver's number of a device as libfabric takes it. Errors: `Unsupported` for a
+/// number that no driver assigns.
+fn device_number(kind: MemoryKind, ordinal: u32) -> Result<c_int> {
+    c_int::try_from(ordinal).map_err(|_| {
+        let why = format!(
+            "the driver's number of this {kind} device is unknown ({ordinal}): register memory whose device reports it, or host memory"
+        );
+        ErrorKind::Unsupported.because(why).with_backend(NAME)
+    })
 }
 
 // SAFETY: `Local` keeps the registrations until the region is revoked or the agent ends; core keeps
@@ -230,6 +241,18 @@ mod tests {
     fn decode(export: &[u8], len: u64) -> Result<Remote> {
         let key = RegionKey([0; 16]);
         Remote::decode(&RemoteSpec { id: RegionId(1), key, len, kind: MemoryKind::Host, export }, 2)
+    }
+
+    #[test]
+    fn a_device_of_unknown_number_is_an_error_and_not_the_first_device() {
+        assert_eq!(device_number(MemoryKind::Cuda, 0).unwrap(), 0);
+        assert_eq!(device_number(MemoryKind::Cuda, 7).unwrap(), 7);
+        // Drivers report -1 or -2 for memory of no device.
+        for unknown in [u32::MAX, u32::MAX - 1] {
+            let error = device_number(MemoryKind::Cuda, unknown).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.sentence().contains("number"), "{error}");
+        }
     }
 
     #[test]

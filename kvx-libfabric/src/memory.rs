@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvx_backend::checksum;
 use kvx_backend::error::closed;
@@ -11,7 +12,7 @@ use kvx_backend::registrations::{Registration, RegistrationHandle, Registrations
 use kvx_core::backend::RemoteSpec;
 use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::wire::{Reader, Writer};
-use kvx_core::{ErrorKind, Memory, MemoryKind, RegionId, Result};
+use kvx_core::{DeviceAccess, Error, ErrorKind, Memory, MemoryKind, RegionId, Result};
 
 use crate::config::MAX_RAILS;
 use crate::error::{self, NAME};
@@ -21,7 +22,7 @@ use crate::keys;
 use crate::providers::is_shared_memory;
 use crate::topology::{self, BusPlace, Topology};
 
-/// The first version that can register a dma-buf file of device memory.
+/// The first interface that can register a dma-buf file of device memory.
 const WITH_FILES: Version = Version::of(1, 20);
 /// Returns libfabric's number of a kind of device.
 fn interface(kind: MemoryKind) -> Option<fi_hmem_iface> {
@@ -88,11 +89,14 @@ struct OpenRails {
     topology: Topology,
     /// The maximum number of rails per region.
     most: usize,
+    /// True if the agent has warned that device memory is registered by its address.
+    has_warned: AtomicBool,
 }
 
 impl MemoryRegistrar {
     pub(crate) fn new(rails: Vec<RailPlace>, topology: Topology, most: usize) -> Self {
-        let rails = Arc::new(OpenRails { rails, topology, most });
+        let has_warned = AtomicBool::new(false);
+        let rails = Arc::new(OpenRails { rails, topology, most, has_warned });
         MemoryRegistrar { rails: Mutex::new(Some(rails)), registrations: Registrations::default() }
     }
 
@@ -104,6 +108,15 @@ impl MemoryRegistrar {
 }
 
 impl OpenRails {
+    /// Warns, once for an agent, that device memory is registered by its address, for which the
+    /// provider must find it itself.
+    fn warn_of_plain_registration(&self, kind: MemoryKind, info: &ffi::Info, why: &Error) {
+        if !self.has_warned.swap(true, Ordering::Relaxed) {
+            let provider = info.provider();
+            tracing::warn!(backend = NAME, "{}", plain_registration(kind, &provider, why));
+        }
+    }
+
     /// Registers memory on a rail.
     fn register(&self, rail: usize, memory: &Memory) -> Result<ffi::Registration> {
         let domain = self.rails[rail].endpoint.domain();
@@ -119,19 +132,10 @@ impl OpenRails {
                 return Err(ErrorKind::Unsupported.because(why).with_backend(NAME));
             }
             described.device = Some((interface, device_number(memory.kind(), access.ordinal())?));
-            if ffi::LIBRARY.opened().is_some_and(|library| library.version() >= WITH_FILES)
-                && let Ok(file) = access.dma_buf(memory.address(), memory.len())
-            {
-                let with_file =
-                    MemoryDescription { file: Some((file.file.as_fd(), file.offset)), ..described };
-                // SAFETY: core keeps the memory until the region is released, after `unmap`.
-                match unsafe { keys::register(domain, with_file) } {
-                    Ok(registration) => return Ok(registration),
-                    // The provider may still query the device's driver itself.
-                    Err(why) => {
-                        tracing::debug!(%why, "the provider does not accept a dma-buf of this memory")
-                    }
-                }
+            // SAFETY: core keeps the memory until the region is released, after `unmap`.
+            match unsafe { register_file(domain, described, &**access) } {
+                Ok(registration) => return Ok(registration),
+                Err(why) => self.warn_of_plain_registration(memory.kind(), domain.info(), &why),
             }
         }
         // SAFETY: core keeps the memory until the region is released, after `unmap`.
@@ -148,6 +152,39 @@ fn device_number(kind: MemoryKind, ordinal: u32) -> Result<c_int> {
         );
         ErrorKind::Unsupported.because(why).with_backend(NAME)
     })
+}
+
+/// Registers device memory as a part of a dma-buf. Errors: `Unsupported` if the library or the
+/// device's driver has none, libfabric's if the provider does not accept it.
+///
+/// # Safety
+/// As for [`keys::register`].
+unsafe fn register_file(
+    domain: &Arc<ffi::Domain>,
+    described: MemoryDescription<'_>,
+    access: &dyn DeviceAccess,
+) -> Result<ffi::Registration> {
+    let interface = domain.info().interface();
+    if interface < WITH_FILES {
+        let why =
+            format!("libfabric {interface} registers no dma-buf: install {WITH_FILES} or newer");
+        return Err(ErrorKind::Unsupported.because(why));
+    }
+    let exported = access.dma_buf(described.address, described.len)?;
+    let file = Some((exported.file.as_fd(), exported.offset));
+    // SAFETY: guaranteed by the caller.
+    unsafe { keys::register(domain, MemoryDescription { file, ..described }) }
+}
+
+/// Returns the warning about device memory that is registered by its address.
+fn plain_registration(kind: MemoryKind, provider: &str, why: &Error) -> String {
+    let module = match kind {
+        MemoryKind::Cuda => "the kernel module nvidia-peermem",
+        _ => "a kernel driver that gives cards access to its memory",
+    };
+    format!(
+        "{provider} registers {kind} memory by its address, which needs {module} and a provider built for {kind}, because it was not registered as a dma-buf: {why}"
+    )
 }
 
 // SAFETY: `Local` keeps the registrations until the region is revoked or the agent ends; core keeps
@@ -252,6 +289,15 @@ mod tests {
             let error = device_number(MemoryKind::Cuda, unknown).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Unsupported);
             assert!(error.sentence().contains("number"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_registration_by_address_says_what_it_needs_and_why_it_is_made() {
+        let why = ErrorKind::Unsupported.because("libfabric 1.17 registers no dma-buf");
+        let told = plain_registration(MemoryKind::Cuda, "efa", &why);
+        for part in ["efa", "nvidia-peermem", "1.17 registers no dma-buf"] {
+            assert!(told.contains(part), "{told}");
         }
     }
 

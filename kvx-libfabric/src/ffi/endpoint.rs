@@ -12,6 +12,8 @@ use kvx_core::Op;
 use super::bindings_1_17::*;
 use super::domain::{Domain, Registration, close, function, try_close};
 use super::errno::Errno;
+use super::library::LIBRARY;
+use super::options;
 
 /// The maximum length of an address.
 const MAX_ADDRESS: usize = 256;
@@ -191,6 +193,10 @@ impl Endpoint {
         };
         Errno::check(answer)?;
         let raw = CloseOnDrop(NonNull::new(raw).ok_or(Errno(libc::ENOMEM))?, "endpoint");
+        if let Some(library) = LIBRARY.opened() {
+            // SAFETY: the endpoint is open.
+            unsafe { options::set(raw.0.as_ptr(), domain.info(), library.version()) };
+        }
         // SAFETY: all three are open, and begin with their `fid`.
         unsafe {
             let own = raw.0.as_ptr().cast::<fid>();

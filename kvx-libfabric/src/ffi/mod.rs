@@ -16,6 +16,7 @@ mod endpoint;
 mod errno;
 mod info;
 mod library;
+mod options;
 #[cfg(test)]
 mod tests;
 

@@ -80,7 +80,7 @@ impl Factory for Libfabric {
             rdma,
             capabilities: providers::capabilities(
                 &provider,
-                Idle::Asleep,
+                idle(first, library).map_err(because)?,
                 providers::kinds(first, &devices),
             ),
             cautions,
@@ -108,10 +108,7 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     let topology = Topology::of_this_machine();
     let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
     for info in chosen.iter().flat_map(Infos::iter) {
-        let domain = Domain::open(library, info).map_err(|errno| {
-            let what = format!("libfabric could not open {} on {}", info.provider(), info.domain());
-            error::native(what, errno)
-        })?;
+        let domain = open_domain(library, info)?;
         let rail = Rail::open(&domain, rails.is_empty())?;
         let endpoint = Arc::clone(rail.endpoint());
         let address = endpoint
@@ -152,6 +149,23 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
         address: Box::new(move || Ok(encoded.clone())),
         fabric,
         registrar,
+    })
+}
+
+/// Returns how an idle agent waits on a domain. Errors: libfabric's, if the domain cannot be
+/// opened.
+fn idle(info: &Info, library: &'static Library) -> Result<Idle> {
+    if providers::is_shared_memory(&info.provider()) {
+        return Ok(Idle::Asleep); // peers wake it
+    }
+    let domain = open_domain(library, info)?;
+    Ok(if ffi::has_descriptors(&domain) { Idle::Asleep } else { Idle::Polls })
+}
+
+fn open_domain(library: &'static Library, info: &Info) -> Result<Arc<Domain>> {
+    Domain::open(library, info).map_err(|errno| {
+        let what = format!("libfabric could not open {} on {}", info.provider(), info.domain());
+        error::native(what, errno)
     })
 }
 

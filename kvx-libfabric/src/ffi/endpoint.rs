@@ -154,24 +154,7 @@ impl Endpoint {
         given: Arc<dyn Any + Send + Sync>,
     ) -> Result<Endpoint, Errno> {
         let raw_domain = domain.raw();
-        let mut attributes = fi_cq_attr {
-            format: FI_CQ_FORMAT_MSG,
-            wait_obj: if sleeps { FI_WAIT_FD } else { FI_WAIT_NONE },
-            ..fi_cq_attr::default()
-        };
-        let mut queue = ptr::null_mut();
-        // SAFETY: the domain is open.
-        let answer = unsafe {
-            function!(raw_domain, ops, cq_open)(
-                raw_domain,
-                &mut attributes,
-                &mut queue,
-                ptr::null_mut(),
-            )
-        };
-        Errno::check(answer)?;
-        let queue =
-            CloseOnDrop(NonNull::new(queue).ok_or(Errno(libc::ENOMEM))?, "completion queue");
+        let queue = open_queue(domain, sleeps)?;
         let mut attributes = fi_av_attr { type_: FI_AV_UNSPEC, ..fi_av_attr::default() };
         let mut table = ptr::null_mut();
         // SAFETY: the domain is open.
@@ -209,18 +192,7 @@ impl Endpoint {
                 ptr::null_mut(),
             ))?;
         }
-        let mut wait_method = WaitMethod::Never;
-        if sleeps {
-            let mut descriptor: c_int = -1;
-            // SAFETY: the queue was opened with a descriptor, which the call writes.
-            let answer = unsafe {
-                let own = queue.0.as_ptr().cast::<fid>();
-                let get = FI_GETWAIT.cast_signed();
-                function!(own, ops, control)(own, get, (&raw mut descriptor).cast())
-            };
-            Errno::check(answer)?;
-            wait_method = WaitMethod::Descriptor(descriptor);
-        }
+        let wait_method = if sleeps { wait_method(&queue)? } else { WaitMethod::Never };
         let (raw, queue, table) = (raw.keep(), queue.keep(), table.keep());
         let flags = domain.info().flags();
         Ok(Endpoint {
@@ -502,6 +474,42 @@ impl Drop for Endpoint {
     fn drop(&mut self) {
         self.end().ok(); // logged; memory that the provider may access is kept
     }
+}
+
+/// Returns whether the provider has descriptors to sleep on.
+pub(crate) fn has_descriptors(domain: &Arc<Domain>) -> bool {
+    open_queue(domain, true).and_then(|queue| wait_method(&queue)).is_ok()
+}
+
+/// Opens a queue. Errors: libfabric's, also if the provider has no descriptor to sleep on and
+/// `sleeps` requests one.
+fn open_queue(domain: &Arc<Domain>, sleeps: bool) -> Result<CloseOnDrop<fid_cq>, Errno> {
+    let domain = domain.raw();
+    let mut attributes = fi_cq_attr {
+        format: FI_CQ_FORMAT_MSG,
+        wait_obj: if sleeps { FI_WAIT_FD } else { FI_WAIT_NONE },
+        ..fi_cq_attr::default()
+    };
+    let mut queue = ptr::null_mut();
+    // SAFETY: the domain is open.
+    let answer = unsafe {
+        function!(domain, ops, cq_open)(domain, &mut attributes, &mut queue, ptr::null_mut())
+    };
+    Errno::check(answer)?;
+    Ok(CloseOnDrop(NonNull::new(queue).ok_or(Errno(libc::ENOMEM))?, "completion queue"))
+}
+
+/// Returns the descriptor of a queue that was opened with one. Errors: libfabric's.
+fn wait_method(queue: &CloseOnDrop<fid_cq>) -> Result<WaitMethod, Errno> {
+    let mut descriptor: c_int = -1;
+    // SAFETY: the queue is open; the call writes the descriptor.
+    let answer = unsafe {
+        let own = queue.0.as_ptr().cast::<fid>();
+        let get = FI_GETWAIT.cast_signed();
+        function!(own, ops, control)(own, get, (&raw mut descriptor).cast())
+    };
+    Errno::check(answer)?;
+    Ok(WaitMethod::Descriptor(descriptor))
 }
 
 /// An object that is closed unless the endpoint is opened completely.

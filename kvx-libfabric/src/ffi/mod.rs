@@ -23,7 +23,7 @@ mod tests;
 pub(crate) use domain::{Domain, MemoryDescription, Registration};
 pub(crate) use endpoint::{
     CompletedOperation, Endpoint, FailedOperation, MAX_RANGES, PeerNumber, Range, Read,
-    RemoteRange, WaitMethod,
+    RemoteRange, WaitMethod, has_descriptors,
 };
 pub(crate) use errno::Errno;
 pub(crate) use info::{Info, Infos, PciAddress, ProviderQuery};

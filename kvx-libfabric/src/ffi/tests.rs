@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 
 use kvx_core::Op;
 
-use super::bindings_1_17::{FI_ENOKEY, FI_MR_VIRT_ADDR, fi_ops, fid};
+use super::bindings_1_17::{
+    FI_ENOKEY, FI_MR_VIRT_ADDR, fi_cq_attr, fi_ops, fi_ops_domain, fid, fid_cq, fid_domain,
+};
 use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -266,6 +268,27 @@ fn an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not() {
     assert!(matches!(sockets.wait_method(), WaitMethod::Descriptor(descriptor) if descriptor >= 0));
     assert!(sockets.may_sleep(), "no event has occurred");
     assert_eq!(shared.wait_method(), WaitMethod::Never);
+    assert!(has_descriptors(sockets.domain()));
+    refuse_descriptors(sockets.domain());
+    assert!(!has_descriptors(sockets.domain()), "as EFA");
+}
+
+/// Makes a domain open no queue with a descriptor.
+fn refuse_descriptors(domain: &Domain) {
+    unsafe extern "C" fn refuse(
+        _: *mut fid_domain,
+        _: *mut fi_cq_attr,
+        _: *mut *mut fid_cq,
+        _: *mut c_void,
+    ) -> std::ffi::c_int {
+        -libc::ENOSYS
+    }
+    // SAFETY: the domain is open and has a table of functions; the test opens only queues in it.
+    unsafe {
+        let raw = domain.raw();
+        let functions = fi_ops_domain { cq_open: Some(refuse), ..*(*raw).ops };
+        (*raw).ops = Box::leak(Box::new(functions));
+    }
 }
 
 #[test]

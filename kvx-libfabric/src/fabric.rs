@@ -4,7 +4,9 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvx_backend::fabric::{EndpointId, Event, Fabric, Job, JobId, SendStatus, Unregister};
+use kvx_backend::fabric::{
+    EndpointId, Event, Fabric, FlushCompletion, Job, JobId, SendStatus, Unregister,
+};
 use kvx_backend::reactor::{Armed, SLICE, Turn};
 use kvx_core::backend::RemoteSpec;
 use kvx_core::{Capabilities, Error, ErrorKind, Identity, Result};
@@ -20,6 +22,7 @@ use crate::posting::{Bundle, PieceOutcome, PostingState};
 use crate::process_copy;
 use crate::providers::{self, SETS_UP};
 use crate::rail::{MAX_MESSAGE, PostOutcome, Rail, RailEvent};
+use crate::read_back::{ReadBacks, WaitingRead};
 use crate::wake_socket::WakeSocket;
 
 /// The maximum number of messages to one peer that the provider has.
@@ -58,8 +61,11 @@ pub(crate) struct LibfabricFabric {
     /// Set over shared memory, for neighbours in this process.
     neighbour: Option<Neighbour>,
     fds: Vec<RawFd>,
-    /// Events of links that broke outside of `poll`.
+    /// Events outside of `poll`: of links that broke, and of reads that could not be posted.
     broken: Vec<Event>,
+    /// True if reads prove that writes have arrived.
+    pub(crate) reads_back: bool,
+    pub(crate) read_backs: ReadBacks,
     /// The endpoint of a post that found no capacity, and the time of its retry: no event reports
     /// free capacity.
     retry: Option<(EndpointId, Instant)>,
@@ -83,6 +89,7 @@ impl LibfabricFabric {
         rails: Vec<Rail>,
         ours: Arc<Address>,
         wake_socket: Option<WakeSocket>,
+        reads_back: bool,
         registrar: Arc<MemoryRegistrar>,
         capabilities: Capabilities,
         description: String,
@@ -112,6 +119,8 @@ impl LibfabricFabric {
             neighbour,
             fds,
             broken: Vec::new(),
+            reads_back,
+            read_backs: ReadBacks::default(),
             retry: None,
             pause: RETRIES.0,
             serves: false,
@@ -137,7 +146,7 @@ impl LibfabricFabric {
 
     /// Polls one rail, and adds its events. Returns how many completions there were.
     fn read(&mut self, at: usize, events: &mut Vec<Event>) -> usize {
-        let LibfabricFabric { rails, peers, broken, .. } = self;
+        let LibfabricFabric { rails, peers, broken, read_backs, .. } = self;
         let (mut done, mut sent, mut lost) = (0, Vec::new(), Vec::new());
         for _ in 0..READS {
             let read = rails[at].read(|ended| {
@@ -148,6 +157,12 @@ impl LibfabricFabric {
                             Err(peer_error("a piece", peer, failed, &mut lost))
                         });
                         report_pieces(events, job, count, result);
+                    }
+                    RailEvent::ReadBack { job, peer, failed } => {
+                        let result = failed.map_or(Ok(()), |failed| {
+                            Err(peer_error("a byte to prove a write", peer, failed, &mut lost))
+                        });
+                        events.extend(read_backs.end(job, result));
                     }
                     RailEvent::Send { peer, failed } => {
                         sent.push(peer);
@@ -187,6 +202,30 @@ impl LibfabricFabric {
             self.pause = (self.pause * 2).min(RETRIES.1);
         }
         new
+    }
+
+    /// Posts the reads that prove writes, as many as the provider takes.
+    fn post_read_backs(&mut self) {
+        while let Some(read) = self.read_backs.next() {
+            let WaitingRead { job, endpoint, byte } = read;
+            let posted = match self.peers.of(endpoint) {
+                Some(peer) => {
+                    let posted = self.rails[byte.rail].read_back(job, peer, byte.remote);
+                    let what = "libfabric could not read a written byte back";
+                    posted.map_err(|errno| error::native(what, errno))
+                }
+                None => Err(lost_link()),
+            };
+            match posted {
+                Ok(PostOutcome::Posted) => {}
+                Ok(PostOutcome::Later) => {
+                    self.read_backs.put_back(read);
+                    self.schedule_retry(endpoint);
+                    return;
+                }
+                Err(why) => self.broken.extend(self.read_backs.end(job, Err(why))),
+            }
+        }
     }
 
     /// Wakes a peer that has no descriptor to sleep on.
@@ -388,6 +427,18 @@ unsafe impl Fabric for LibfabricFabric {
         result.map(|()| bytes)
     }
 
+    fn flush(&mut self, endpoint: EndpointId, job: JobId) -> Result<FlushCompletion> {
+        if self.peers.of(endpoint).is_none() {
+            self.read_backs.forget(job);
+            return Ok(FlushCompletion::WithPieces);
+        }
+        if !self.read_backs.start(job, endpoint) {
+            return Ok(FlushCompletion::WithPieces);
+        }
+        self.post_read_backs();
+        Ok(FlushCompletion::Later)
+    }
+
     fn sever(&mut self, endpoint: EndpointId) {
         // libfabric ends the operations to one peer only when its connection breaks or the endpoint
         // closes.
@@ -404,6 +455,7 @@ unsafe impl Fabric for LibfabricFabric {
         }
         events.append(&mut self.broken);
         let done: usize = (0..self.rails.len()).map(|at| self.read(at, events)).sum();
+        self.post_read_backs();
         // A target that has served a request polls on for a while: asking whether it may sleep
         // costs more than polling.
         let done = done + usize::from(std::mem::take(&mut self.serves));
@@ -443,6 +495,9 @@ unsafe impl Fabric for LibfabricFabric {
                 WaitMethod::Descriptor(_) | WaitMethod::Never => {}
             }
         }
+        if self.read_backs.are_waiting() {
+            longest = Some(longest.map_or(RETRIES.1, |longest| longest.min(RETRIES.1)));
+        }
         if let Some((_, at)) = &self.retry {
             let left = at.saturating_duration_since(Instant::now());
             longest = Some(longest.map_or(left, |longest| longest.min(left)));
@@ -469,6 +524,8 @@ unsafe impl Fabric for LibfabricFabric {
     }
 }
 
+#[cfg(test)]
+mod early_completions;
 #[cfg(test)]
 mod unordered;
 

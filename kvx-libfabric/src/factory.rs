@@ -16,7 +16,7 @@ use crate::fabric::LibfabricFabric;
 use crate::ffi::{self, Domain, Info, Infos, Library, WaitMethod};
 use crate::memory::{MemoryRegistrar, RailPlace};
 use crate::process_copy;
-use crate::providers;
+use crate::providers::{self, DeliveryProof};
 use crate::rail::Rail;
 use crate::topology::Topology;
 use crate::wake_socket::WakeSocket;
@@ -98,9 +98,24 @@ impl Factory for Libfabric {
 pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     let library = ffi::LIBRARY.open().map_err(|why| unavailable(NAME, why))?;
     let config = Config::read(&agent.options)?;
+    let chosen = providers::choose(library, &config, !agent.devices.is_empty())?;
+    let proof = providers::delivery_proof(&first(&chosen)?.provider());
+    build(agent, library, &chosen, proof, |_| ())
+}
+
+/// Returns the endpoints of an agent on the chosen domains. Calls `opened` for each domain before
+/// its endpoint is opened. Errors: `Invalid`, libfabric's.
+pub(crate) fn build(
+    agent: &Context,
+    library: &'static Library,
+    chosen: &[Infos],
+    proof: DeliveryProof,
+    opened: impl Fn(&Arc<Domain>),
+) -> Result<Parts<LibfabricFabric>> {
+    let config = Config::read(&agent.options)?;
     let devices: Vec<MemoryKind> = agent.devices.iter().map(|access| access.kind()).collect();
-    let chosen = providers::choose(library, &config, !devices.is_empty())?;
-    let first = first(&chosen)?;
+    let reads_back = proof == DeliveryProof::ReadBack;
+    let first = first(chosen)?;
     let provider = first.provider();
     let memory = providers::kinds(first, &devices);
     let wake_socket =
@@ -109,7 +124,8 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
     let (mut rails, mut near, mut addresses) = (Vec::new(), Vec::new(), Vec::new());
     for info in chosen.iter().flat_map(Infos::iter) {
         let domain = open_domain(library, info)?;
-        let rail = Rail::open(&domain, rails.is_empty())?;
+        opened(&domain);
+        let rail = Rail::open(&domain, rails.is_empty(), reads_back)?;
         let endpoint = Arc::clone(rail.endpoint());
         let address = endpoint
             .address()
@@ -132,13 +148,14 @@ pub(crate) fn parts(agent: &Context) -> Result<Parts<LibfabricFabric>> {
             wake_name: wake_socket.name().into(),
         }),
     });
-    let description = described(library, first, &chosen);
+    let description = described(library, first, chosen, proof);
     let registrar = Arc::new(MemoryRegistrar::new(near, topology, config.rails));
     let encoded = ours.encode();
     let fabric = LibfabricFabric::new(
         rails,
         ours,
         wake_socket,
+        reads_back,
         Arc::clone(&registrar),
         capabilities.clone(),
         description,
@@ -187,15 +204,15 @@ fn drivers() -> Vec<MemoryKind> {
 }
 
 /// Returns the route's text.
-fn described(library: &Library, first: &Info, chosen: &[Infos]) -> String {
+fn described(library: &Library, first: &Info, chosen: &[Infos], proof: DeliveryProof) -> String {
     let domains: Vec<String> = chosen.iter().flat_map(Infos::iter).map(Info::domain).collect();
     let (name, version) = (first.provider(), first.provider_version());
-    let copies = if providers::is_shared_memory(&name) {
-        ", bytes copied by kvx through the kernel"
-    } else {
-        ""
+    let arrival = match proof {
+        DeliveryProof::Copy => ", bytes copied by kvx through the kernel",
+        DeliveryProof::ReadBack => ", writes proven by reads",
+        DeliveryProof::Completion => "",
     };
     let caution = providers::caution(&name).map_or(String::new(), |caution| format!("; {caution}"));
     let over = domains.join(" and ");
-    format!("libfabric {}, {name} {version} over {over}{copies}{caution}", library.version())
+    format!("libfabric {}, {name} {version} over {over}{arrival}{caution}", library.version())
 }

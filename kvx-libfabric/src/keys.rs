@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_core::{Error, Result};
 
 use crate::error::{self, NAME};
-use crate::ffi::bindings_1_17::FI_ENOKEY;
+use crate::ffi::bindings_1_17::{FI_ENOKEY, FI_MR_LOCAL};
 use crate::ffi::{Domain, Errno, MemoryDescription, Registration};
 
 /// How often another key is drawn if one is in use.
@@ -42,6 +42,24 @@ pub(crate) unsafe fn register(
             }
         }
     }
+}
+
+/// Registers memory for local operations, if the provider requires that (`FI_MR_LOCAL`).
+///
+/// # Safety
+/// As for [`register`].
+pub(crate) unsafe fn register_local(
+    domain: &Arc<Domain>,
+    address: *const u8,
+    len: usize,
+) -> Result<Option<Registration>> {
+    if !domain.info().wants(FI_MR_LOCAL) {
+        return Ok(None);
+    }
+    let address = address.addr() as u64;
+    let described = MemoryDescription { address, len, read_only: false, device: None, file: None };
+    // SAFETY: guaranteed by the caller.
+    unsafe { register(domain, described) }.map(Some)
 }
 
 #[cfg(test)]

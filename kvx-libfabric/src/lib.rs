@@ -18,6 +18,7 @@ mod posting;
 mod process_copy;
 mod providers;
 mod rail;
+mod read_back;
 mod topology;
 mod wake_socket;
 

@@ -12,6 +12,8 @@ use kvx_backend::fabric::JobId;
 pub(crate) enum Operation {
     /// `count` pieces of a transfer.
     Pieces { job: JobId, peer: usize, count: u32 },
+    /// Reads a byte that a job has written: see [`read_back`](crate::read_back).
+    ReadBack { job: JobId, peer: usize },
     /// Sends the message in this buffer.
     Send { buffer: usize, peer: usize },
     /// Receives a message into this buffer.

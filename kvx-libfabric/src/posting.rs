@@ -4,8 +4,8 @@
 use std::ffi::c_void;
 
 use kvx_backend::fabric::Job;
-use kvx_core::Result;
 use kvx_core::backend::Segment;
+use kvx_core::{Op, Result};
 
 use crate::error;
 use crate::fabric::LibfabricFabric;
@@ -140,7 +140,12 @@ impl LibfabricFabric {
         }
         // SAFETY: guaranteed by the caller.
         match unsafe { self.rails[rail].post(post, pieces) } {
-            Ok(PostOutcome::Posted) => Ok(PieceOutcome::Posted),
+            Ok(PostOutcome::Posted) => {
+                if self.reads_back && post.op == Op::Write {
+                    self.read_backs.note_written(post.job, rail, pieces);
+                }
+                Ok(PieceOutcome::Posted)
+            }
             Ok(PostOutcome::Later) => Ok(PieceOutcome::NoCapacity),
             Err(errno) => {
                 Err(error::native("libfabric could not post a piece of the transfer", errno))

@@ -109,6 +109,28 @@ pub(crate) fn is_shared_memory(provider: &str) -> bool {
     known(provider).name == SHARED
 }
 
+/// How kvx knows that written bytes are visible at the target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DeliveryProof {
+    /// The provider completes a write when they are (`FI_DELIVERY_COMPLETE`).
+    Completion,
+    /// A read of written bytes has completed: see [`read_back`](crate::read_back).
+    ReadBack,
+    /// kvx copies them before a post returns.
+    Copy,
+}
+
+/// Returns how a write over a provider is proven. ofi_rxm accepts `FI_DELIVERY_COMPLETE` and passes
+/// it down; of the providers below it, only tcp is known to keep it.
+pub(crate) fn delivery_proof(provider: &str) -> DeliveryProof {
+    let is_layered = provider.split(';').skip(1).any(|layer| layer == "ofi_rxm");
+    match core_provider(provider) {
+        SHARED => DeliveryProof::Copy,
+        core if is_layered && core != "tcp" => DeliveryProof::ReadBack,
+        _ => DeliveryProof::Completion,
+    }
+}
+
 /// Returns whether the provider uses a card that accesses memory itself.
 pub(crate) fn is_rdma(provider: &str) -> bool {
     known(provider).rdma
@@ -270,7 +292,7 @@ fn check_copies() -> Result<()> {
 }
 
 /// Returns the entries of a provider. Errors: `Unavailable`; `Unsupported` if it does not accept
-/// `FI_DELIVERY_COMPLETE`. ofi_rxm accepts it itself, and verbs below it ignores it.
+/// `FI_DELIVERY_COMPLETE`. ofi_rxm accepts it itself: see [`delivery_proof`].
 fn find(library: &'static Library, provider: &str, devices: bool) -> Result<Infos> {
     // Over shared memory a post copies before it returns. With `FI_DELIVERY_COMPLETE`, 1.17 would
     // let the target's CPU copy; with `FI_HMEM`, it would report a write before its bytes are
@@ -384,13 +406,12 @@ pub(crate) fn list(library: &'static Library) -> Result<Vec<String>> {
                 "keys chosen by kvx"
             },
         ];
-        if is_shared_memory(&provider) {
-            can.push("bytes copied by kvx through the kernel");
-        } else if delivering.iter().any(same) {
-            can.push("delivery");
-        } else {
-            can.push("not used: no delivery");
-        }
+        can.push(match delivery_proof(&provider) {
+            DeliveryProof::Copy => "bytes copied by kvx through the kernel",
+            _ if !delivering.iter().any(same) => "not used: no delivery",
+            DeliveryProof::ReadBack => "delivery proven by reads",
+            DeliveryProof::Completion => "delivery",
+        });
         if info.is_progressed_by_hand() && !is_shared_memory(&provider) {
             can.push("target's CPU");
         }
@@ -451,6 +472,21 @@ mod tests {
         assert!(mixed.sentence().contains("verbs;ofi_rxd"), "{mixed}");
         let missing = with(r#"["mlx5_0"]"#).unwrap_err();
         assert!(missing.sentence().contains("one of rxe0, rxe0-dgram"), "{missing}");
+    }
+
+    #[test]
+    fn only_a_provider_that_keeps_delivery_complete_is_trusted_with_it() {
+        for (provider, proof) in [
+            ("tcp;ofi_rxm", DeliveryProof::Completion),
+            ("tcp", DeliveryProof::Completion),
+            ("efa", DeliveryProof::Completion),
+            ("verbs;ofi_rxd", DeliveryProof::Completion),
+            ("verbs;ofi_rxm", DeliveryProof::ReadBack),
+            ("psm3;ofi_rxm", DeliveryProof::ReadBack),
+            ("shm", DeliveryProof::Copy),
+        ] {
+            assert_eq!(delivery_proof(provider), proof, "{provider}");
+        }
     }
 
     #[test]

@@ -13,11 +13,12 @@ use kvx_core::{Op, Result};
 use crate::connections::{self, Connections};
 use crate::error;
 use crate::ffi::{
-    CompletedOperation, Domain, Endpoint, Errno, FailedOperation, MAX_RANGES, MemoryDescription,
-    PeerNumber, Range, Read, Registration, WaitMethod,
+    CompletedOperation, Domain, Endpoint, Errno, FailedOperation, MAX_RANGES, PeerNumber, Range,
+    Read, Registration, RemoteRange, WaitMethod,
 };
 use crate::keys;
 use crate::operations::{Operation, Operations};
+use crate::read_back::ScratchMemory;
 
 /// The maximum length of a message: shared memory takes longer ones only with the target's CPU.
 pub(crate) const MAX_MESSAGE: usize = 4096;
@@ -48,6 +49,7 @@ pub(crate) struct Post {
 pub(crate) enum RailEvent {
     Pieces { job: JobId, peer: usize, count: u32, failed: Option<FailedOperation> },
     Send { peer: usize, failed: Option<FailedOperation> },
+    ReadBack { job: JobId, peer: usize, failed: Option<FailedOperation> },
     Message(Vec<u8>),
 }
 
@@ -63,6 +65,8 @@ pub(crate) struct Rail {
     sockets: Option<LibraryDescriptors>,
     operations: Operations,
     messages: Option<MessagePool>,
+    /// Set if writes are proven by reads.
+    scratch: Option<Arc<ScratchMemory>>,
     pieces: InFlightPieces,
 }
 
@@ -102,14 +106,17 @@ impl InFlightPieces {
 
 impl Rail {
     /// Opens an endpoint, with a descriptor to sleep on if the provider has one. `messages`: the
-    /// endpoint carries messages. Errors: libfabric's.
-    pub(crate) fn open(domain: &Arc<Domain>, messages: bool) -> Result<Rail> {
+    /// endpoint carries messages. `reads_back`: reads prove that writes have arrived. Errors:
+    /// libfabric's.
+    pub(crate) fn open(domain: &Arc<Domain>, messages: bool, reads_back: bool) -> Result<Rail> {
         let info = domain.info();
         let most = info.depth().clamp(1, WINDOW.0);
         let messages = if messages { Some(MessagePool::new(domain)?) } else { None };
         let operations =
             Operations::new(most + if messages.is_some() { RECEIVES + SENDS } else { 0 });
-        let shared = Arc::new((operations.contexts(), messages.as_ref().map(MessagePool::shared)));
+        let scratch = reads_back.then(|| ScratchMemory::new(domain).map(Arc::new)).transpose()?;
+        let buffers = messages.as_ref().map(MessagePool::shared);
+        let shared = Arc::new((operations.contexts(), buffers, scratch.clone()));
         let open = |sleeps| Endpoint::open(domain, sleeps, Arc::clone(&shared) as _);
         let endpoint = open(true).or_else(|errno| {
             tracing::debug!(
@@ -127,7 +134,7 @@ impl Rail {
         };
         let endpoint = Some(Arc::new(endpoint));
         let pieces = InFlightPieces { all: 0, most, of: Vec::new() };
-        let mut rail = Rail { endpoint, sockets, operations, messages, pieces };
+        let mut rail = Rail { endpoint, sockets, operations, messages, scratch, pieces };
         rail.post_receives().map_err(|errno| {
             error::native("libfabric could not take buffers for messages", errno)
         })?;
@@ -213,9 +220,21 @@ impl Rail {
                 _ => endpoint.transfer_all(op, pieces.iter().copied(), context),
             }
         };
+        self.count_posted(answer, context, peer, pieces.len())
+    }
+
+    /// Counts what was posted with this context, or frees the context.
+    #[inline]
+    fn count_posted(
+        &mut self,
+        answer: Result<(), Errno>,
+        context: *mut c_void,
+        peer: usize,
+        pieces: usize,
+    ) -> Result<PostOutcome, Errno> {
         match answer {
             Ok(()) => {
-                self.pieces.add(peer, pieces.len());
+                self.pieces.add(peer, pieces);
                 Ok(PostOutcome::Posted)
             }
             Err(errno) => {
@@ -223,6 +242,27 @@ impl Rail {
                 if errno == Errno(libc::EAGAIN) { Ok(PostOutcome::Later) } else { Err(errno) }
             }
         }
+    }
+
+    /// Reads a byte that a job has written: see [`read_back`](crate::read_back).
+    pub(crate) fn read_back(
+        &mut self,
+        job: JobId,
+        peer: usize,
+        remote: RemoteRange,
+    ) -> Result<PostOutcome, Errno> {
+        let Some(scratch) = &self.scratch else { return Err(Errno(libc::EOPNOTSUPP)) };
+        if !self.pieces.fit(peer, 1) {
+            return Ok(PostOutcome::Later);
+        }
+        let Some(context) = self.operations.add(Operation::ReadBack { job, peer }) else {
+            return Ok(PostOutcome::Later);
+        };
+        // SAFETY: the endpoint keeps the scratch memory and the context until it is closed, and
+        // nobody else accesses the scratch memory.
+        let answer =
+            unsafe { open(&self.endpoint).transfer(Op::Read, scratch.range(remote), context) };
+        self.count_posted(answer, context, peer, 1)
     }
 
     /// Sends a message.
@@ -338,6 +378,10 @@ fn ended(
             pieces.end(peer, count as usize);
             Some(RailEvent::Pieces { job, peer, count, failed })
         }
+        (Operation::ReadBack { job, peer }, _) => {
+            pieces.end(peer, 1);
+            Some(RailEvent::ReadBack { job, peer, failed })
+        }
         (Operation::Send { buffer, peer }, Some(messages)) => {
             messages.free.push(buffer);
             Some(RailEvent::Send { peer, failed })
@@ -387,29 +431,15 @@ impl MessagePool {
     fn new(domain: &Arc<Domain>) -> Result<MessagePool> {
         let buffers: Box<[Buffer]> =
             (0..RECEIVES + SENDS).map(|_| Buffer(UnsafeCell::new([0; MAX_MESSAGE]))).collect();
-        let registration = if domain.info().wants(crate::ffi::bindings_1_17::FI_MR_LOCAL) {
-            Some(MessagePool::register(domain, &buffers)?)
-        } else {
-            None
-        };
+        let (address, len) = (buffers.as_ptr().cast(), size_of_val(&*buffers));
+        // SAFETY: `MessageBuffers` drops its registration before its buffers.
+        let registration = unsafe { keys::register_local(domain, address, len) }?;
         let shared = Arc::new(MessageBuffers { registration, buffers });
         Ok(MessagePool { shared, free: (0..SENDS).collect(), unposted: (0..RECEIVES).collect() })
     }
 
     fn shared(&self) -> Arc<MessageBuffers> {
         Arc::clone(&self.shared)
-    }
-
-    fn register(domain: &Arc<Domain>, buffers: &[Buffer]) -> Result<Registration> {
-        let memory = MemoryDescription {
-            address: buffers.as_ptr().addr() as u64,
-            len: size_of_val(buffers),
-            read_only: false,
-            device: None,
-            file: None,
-        };
-        // SAFETY: `MessageBuffers` drops its registration before its buffers.
-        unsafe { keys::register(domain, memory) }
     }
 
     fn descriptor(&self) -> *mut c_void {

@@ -164,9 +164,10 @@ unsafe impl Fabric for Shuffling {
     }
 }
 
-struct Unordered;
+/// The factory with another way to open a transport.
+pub(crate) struct OpenedBy(pub(crate) fn(Context) -> Result<Arc<dyn Transport>>);
 
-impl Factory for Unordered {
+impl Factory for OpenedBy {
     fn name(&self) -> &'static str {
         "LIBFABRIC"
     }
@@ -184,21 +185,24 @@ impl Factory for Unordered {
     }
 
     fn open(&self, agent: Context) -> Result<Arc<dyn Transport>> {
-        let Parts { name, capabilities, address, fabric: inner, registrar } =
-            factory::parts(&agent)?;
-        let seed = u64::from_le_bytes(std::array::from_fn(|at| agent.agent.incarnation.0[at])) | 1;
-        let fabric = Shuffling { inner, held: Vec::new(), late: Vec::new(), seed };
-        kvx_backend::fabric::open(agent, Parts { name, capabilities, address, fabric, registrar })
+        self.0(agent)
     }
+}
+
+fn open_unordered(agent: Context) -> Result<Arc<dyn Transport>> {
+    let Parts { name, capabilities, address, fabric: inner, registrar } = factory::parts(&agent)?;
+    let seed = u64::from_le_bytes(std::array::from_fn(|at| agent.agent.incarnation.0[at])) | 1;
+    let fabric = Shuffling { inner, held: Vec::new(), late: Vec::new(), seed };
+    kvx_backend::fabric::open(agent, Parts { name, capabilities, address, fabric, registrar })
 }
 
 /// Writes scattered blocks with a notification, repeatedly: when the notification arrives, all
 /// blocks have arrived.
-fn notifications_wait(test: &str, options: &str) {
+pub(crate) fn notifications_wait(test: &str, options: &str, factory: OpenedBy) {
     const BLOCK: u64 = 1024;
     const BLOCKS: u32 = 1000;
     let mut registry = Registry::new();
-    registry.add(Unordered).unwrap();
+    registry.add(factory).unwrap();
     let options = Options::parse(options).unwrap();
     if let Err(why) = registry.require("LIBFABRIC", &options) {
         return kvx_testkit::skip(
@@ -241,7 +245,8 @@ fn notifications_wait(test: &str, options: &str) {
 #[test]
 fn notifications_come_after_all_of_their_data_over_unordered_shared_memory() {
     let test = "notifications_come_after_all_of_their_data_over_unordered_shared_memory";
-    notifications_wait(test, r#"{"libfabric": {"provider": "shm"}}"#);
+    let options = r#"{"libfabric": {"provider": "shm"}}"#;
+    notifications_wait(test, options, OpenedBy(open_unordered));
 }
 
 #[test]
@@ -250,5 +255,6 @@ fn notifications_come_after_all_of_their_data_over_unordered_rails() {
     notifications_wait(
         test,
         r#"{"libfabric": {"provider": "tcp;ofi_rxm", "domain": ["lo", "lo"]}}"#,
+        OpenedBy(open_unordered),
     );
 }

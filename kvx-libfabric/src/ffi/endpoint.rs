@@ -528,3 +528,46 @@ impl<T> Drop for CloseOnDrop<T> {
         unsafe { close(self.0.as_ptr().cast(), self.1) };
     }
 }
+
+/// A provider that makes progress for half of the time.
+#[cfg(test)]
+mod slow {
+    use std::sync::OnceLock;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    const HALF: Duration = Duration::from_millis(10);
+
+    type ReadQueue = unsafe extern "C" fn(*mut fid_cq, *mut c_void, usize) -> isize;
+    static READ: OnceLock<ReadQueue> = OnceLock::new();
+    static START: OnceLock<Instant> = OnceLock::new();
+
+    unsafe extern "C" fn read_slowly(
+        queue: *mut fid_cq,
+        entries: *mut c_void,
+        count: usize,
+    ) -> isize {
+        let turns = START.get_or_init(Instant::now).elapsed().as_millis() / HALF.as_millis();
+        match READ.get() {
+            // SAFETY: the provider's own function, with the caller's arguments.
+            Some(read) if turns % 2 == 1 => unsafe { read(queue, entries, count) },
+            _ => -(libc::EAGAIN as isize),
+        }
+    }
+
+    impl Endpoint {
+        /// Makes the endpoint progress for half of the time from now on.
+        pub(crate) fn slow_down(&self) {
+            let queue = self.queue.as_ptr();
+            // SAFETY: the queue is open and has a table of functions; the new one stays allocated.
+            unsafe {
+                let functions = *(*queue).ops;
+                let read = functions.read.expect("a queue can be read");
+                assert!(std::ptr::fn_addr_eq(*READ.get_or_init(|| read), read), "one provider");
+                let slow = fi_ops_cq { read: Some(read_slowly), ..functions };
+                (*queue).ops = Box::leak(Box::new(slow));
+            }
+        }
+    }
+}

@@ -33,8 +33,7 @@ pub(crate) struct ProviderQuery<'a> {
     /// Requires access to device memory.
     pub(crate) devices: bool,
     /// Requires `FI_DELIVERY_COMPLETE`: the bytes of a completed write are visible at the target.
-    /// `ofi_rxm` accepts it for every provider below it; over verbs, a completed write was only
-    /// acknowledged by the card.
+    /// `ofi_rxm` accepts it for every provider below it, also if that does not keep it.
     pub(crate) delivery: bool,
 }
 

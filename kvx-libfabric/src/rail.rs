@@ -22,9 +22,8 @@ use crate::read_back::ScratchMemory;
 
 /// The maximum length of a message: shared memory takes longer ones only with the target's CPU.
 pub(crate) const MAX_MESSAGE: usize = 4096;
-/// The numbers of buffers for received and sent messages.
-const RECEIVES: usize = 64;
-const SENDS: usize = 64;
+/// The maximum numbers of buffers for received and sent messages.
+const MESSAGES: usize = 64;
 /// The maximum number of pieces in flight on a rail, and of those to one peer.
 const WINDOW: (usize, usize) = (2048, 512);
 
@@ -70,6 +69,31 @@ pub(crate) struct Rail {
     pieces: InFlightPieces,
 }
 
+/// The numbers of operations that a rail has in flight at most, by kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Depths {
+    pieces: usize,
+    sends: usize,
+    receives: usize,
+}
+
+impl Depths {
+    /// Divides what an endpoint takes (operations that it initiates, and receives): at most half of
+    /// the former are messages. An endpoint that reports 0 takes any number.
+    fn new((transmits, receives): (usize, usize), messages: bool) -> Self {
+        let most = |reported: usize| if reported == 0 { usize::MAX } else { reported };
+        let (transmits, receives) = (most(transmits), most(receives));
+        let messages = if messages { MESSAGES } else { 0 };
+        let sends = messages.min((transmits / 2).max(1));
+        let pieces = transmits.saturating_sub(sends).clamp(1, WINDOW.0);
+        Depths { pieces, sends, receives: messages.min(receives) }
+    }
+
+    fn all(self) -> usize {
+        self.pieces + self.sends + self.receives
+    }
+}
+
 /// Counts pieces in flight.
 struct InFlightPieces {
     all: usize,
@@ -110,14 +134,13 @@ impl Rail {
     /// libfabric's.
     pub(crate) fn open(domain: &Arc<Domain>, messages: bool, reads_back: bool) -> Result<Rail> {
         let info = domain.info();
-        let most = info.depth().clamp(1, WINDOW.0);
-        let messages = if messages { Some(MessagePool::new(domain)?) } else { None };
-        let operations =
-            Operations::new(most + if messages.is_some() { RECEIVES + SENDS } else { 0 });
+        let depths = Depths::new(info.depths(), messages);
+        let messages = if messages { Some(MessagePool::new(domain, depths)?) } else { None };
+        let operations = Operations::new(depths.all());
         let scratch = reads_back.then(|| ScratchMemory::new(domain).map(Arc::new)).transpose()?;
         let buffers = messages.as_ref().map(MessagePool::shared);
         let shared = Arc::new((operations.contexts(), buffers, scratch.clone()));
-        let open = |sleeps| Endpoint::open(domain, sleeps, Arc::clone(&shared) as _);
+        let open = |sleeps| Endpoint::open(domain, sleeps, depths.all(), Arc::clone(&shared) as _);
         let endpoint = open(true).or_else(|errno| {
             tracing::debug!(
                 provider = info.provider(),
@@ -133,7 +156,7 @@ impl Rail {
             WaitMethod::Never => None,
         };
         let endpoint = Some(Arc::new(endpoint));
-        let pieces = InFlightPieces { all: 0, most, of: Vec::new() };
+        let pieces = InFlightPieces { all: 0, most: depths.pieces, of: Vec::new() };
         let mut rail = Rail { endpoint, sockets, operations, messages, scratch, pieces };
         rail.post_receives().map_err(|errno| {
             error::native("libfabric could not take buffers for messages", errno)
@@ -183,7 +206,7 @@ impl Rail {
     /// Returns whether the provider has no pieces and no messages to send.
     pub(crate) fn is_quiet(&self) -> bool {
         self.pieces.all == 0
-            && self.messages.as_ref().is_none_or(|messages| messages.free.len() == SENDS)
+            && self.messages.as_ref().is_none_or(|messages| messages.free.len() == messages.sends)
     }
 
     /// Returns the maximum number of pieces per operation.
@@ -278,7 +301,7 @@ impl Rail {
             messages.free.push(buffer);
             return Ok(PostOutcome::Later);
         };
-        let bytes = messages.shared.buffers[RECEIVES + buffer].0.get().cast::<u8>();
+        let bytes = messages.shared.buffers[messages.receives + buffer].0.get().cast::<u8>();
         let len = message.len().min(MAX_MESSAGE);
         // SAFETY: a free buffer has no other user and is at least that long; the provider owns it
         // until it returns the context.
@@ -413,6 +436,8 @@ unsafe impl Sync for Buffer {}
 /// The buffers for messages.
 struct MessagePool {
     shared: Arc<MessageBuffers>,
+    sends: usize,
+    receives: usize,
     /// Send buffers that the provider does not have, by index among the send buffers.
     free: Vec<usize>,
     /// Receive buffers that the provider does not have.
@@ -428,14 +453,16 @@ struct MessageBuffers {
 }
 
 impl MessagePool {
-    fn new(domain: &Arc<Domain>) -> Result<MessagePool> {
+    fn new(domain: &Arc<Domain>, depths: Depths) -> Result<MessagePool> {
+        let Depths { sends, receives, .. } = depths;
         let buffers: Box<[Buffer]> =
-            (0..RECEIVES + SENDS).map(|_| Buffer(UnsafeCell::new([0; MAX_MESSAGE]))).collect();
+            (0..receives + sends).map(|_| Buffer(UnsafeCell::new([0; MAX_MESSAGE]))).collect();
         let (address, len) = (buffers.as_ptr().cast(), size_of_val(&*buffers));
         // SAFETY: `MessageBuffers` drops its registration before its buffers.
         let registration = unsafe { keys::register_local(domain, address, len) }?;
         let shared = Arc::new(MessageBuffers { registration, buffers });
-        Ok(MessagePool { shared, free: (0..SENDS).collect(), unposted: (0..RECEIVES).collect() })
+        let (free, unposted) = ((0..sends).collect(), (0..receives).collect());
+        Ok(MessagePool { shared, sends, receives, free, unposted })
     }
 
     fn shared(&self) -> Arc<MessageBuffers> {
@@ -450,6 +477,21 @@ impl MessagePool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn depths_follow_what_the_endpoint_takes() {
+        let depths = |taken, messages| {
+            let Depths { pieces, sends, receives } = Depths::new(taken, messages);
+            (pieces, sends, receives)
+        };
+        assert_eq!(depths((4096, 4096), true), (2048, 64, 64));
+        assert_eq!(depths((1024, 1024), true), (960, 64, 64));
+        assert_eq!(depths((1024, 1024), false), (1024, 0, 0));
+        assert_eq!(depths((256, 16), true), (192, 64, 16));
+        assert_eq!(depths((8, 8), true), (4, 4, 8));
+        assert_eq!(depths((1, 1), true), (1, 1, 1), "one at a time");
+        assert_eq!(depths((0, 0), true), (2048, 64, 64), "no limit is reported");
+    }
 
     #[test]
     fn peers_that_have_stopped_leave_capacity_for_others() {

@@ -123,19 +123,20 @@ unsafe impl Send for Endpoint {}
 unsafe impl Sync for Endpoint {}
 
 impl Endpoint {
-    /// Opens an endpoint. `sleeps` requests a descriptor to wait for. The endpoint keeps `given`
-    /// for the provider.
+    /// Opens an endpoint whose queue holds `completions`. `sleeps` requests a descriptor to wait
+    /// for. The endpoint keeps `given` for the provider.
     ///
     /// # Errors
     /// libfabric's; `FI_ENOSYS` and others if the provider has no such descriptor.
     pub(crate) fn open(
         domain: &Arc<Domain>,
         sleeps: bool,
+        completions: usize,
         given: Arc<dyn Any + Send + Sync>,
     ) -> Result<Endpoint, Errno> {
         // Shared memory of 1.17 installs handlers for the signals that end a process.
         loader::with_signals_kept(|| {
-            let make = || Endpoint::make(domain, sleeps, Arc::clone(&given));
+            let make = || Endpoint::make(domain, sleeps, completions, Arc::clone(&given));
             let mut made = make();
             // A killed process with the same process id may have left shared memory of the same
             // name. Each try uses the next name.
@@ -151,10 +152,11 @@ impl Endpoint {
     fn make(
         domain: &Arc<Domain>,
         sleeps: bool,
+        completions: usize,
         given: Arc<dyn Any + Send + Sync>,
     ) -> Result<Endpoint, Errno> {
         let raw_domain = domain.raw();
-        let queue = open_queue(domain, sleeps)?;
+        let queue = open_queue(domain, sleeps, completions)?;
         let mut attributes = fi_av_attr { type_: FI_AV_UNSPEC, ..fi_av_attr::default() };
         let mut table = ptr::null_mut();
         // SAFETY: the domain is open.
@@ -478,14 +480,19 @@ impl Drop for Endpoint {
 
 /// Returns whether the provider has descriptors to sleep on.
 pub(crate) fn has_descriptors(domain: &Arc<Domain>) -> bool {
-    open_queue(domain, true).and_then(|queue| wait_method(&queue)).is_ok()
+    open_queue(domain, true, 1).and_then(|queue| wait_method(&queue)).is_ok()
 }
 
-/// Opens a queue. Errors: libfabric's, also if the provider has no descriptor to sleep on and
-/// `sleeps` requests one.
-fn open_queue(domain: &Arc<Domain>, sleeps: bool) -> Result<CloseOnDrop<fid_cq>, Errno> {
+/// Opens a queue for this number of completions. Errors: libfabric's, also if the provider has no
+/// descriptor to sleep on and `sleeps` requests one.
+fn open_queue(
+    domain: &Arc<Domain>,
+    sleeps: bool,
+    completions: usize,
+) -> Result<CloseOnDrop<fid_cq>, Errno> {
     let domain = domain.raw();
     let mut attributes = fi_cq_attr {
+        size: completions,
         format: FI_CQ_FORMAT_MSG,
         wait_obj: if sleeps { FI_WAIT_FD } else { FI_WAIT_NONE },
         ..fi_cq_attr::default()

@@ -252,9 +252,10 @@ impl Info {
         self.attributes().mr_key_size
     }
 
-    /// Returns how many operations may be in flight.
-    pub(crate) fn depth(&self) -> usize {
-        self.transmits().size
+    /// Returns how many operations the endpoint takes: those that it initiates, and receives.
+    pub(crate) fn depths(&self) -> (usize, usize) {
+        // SAFETY: every entry of a list has all parts.
+        (self.transmits().size, unsafe { &*self.0.rx_attr }.size)
     }
 
     /// Returns how many ranges an operation may have on each side.

@@ -12,6 +12,8 @@ use super::bindings_1_17::{
 use super::*;
 
 const PATIENCE: Duration = Duration::from_secs(10);
+/// The length of completion queues.
+const COMPLETIONS: usize = 64;
 
 /// Opens an endpoint of a provider with 64 bytes for each operation. Returns `None` if libfabric is
 /// not installed, and reports that.
@@ -29,7 +31,7 @@ fn endpoint(provider: &str, test: &str) -> Option<Endpoint> {
     let wanted = if provider == "shm" { "shm" } else { "lo" };
     let info = infos.iter().find(|info| info.domain() == wanted).unwrap();
     let domain = Domain::open(library, info).unwrap();
-    Some(Endpoint::open(&domain, provider != "shm", Arc::new(())).unwrap())
+    Some(Endpoint::open(&domain, provider != "shm", COMPLETIONS, Arc::new(())).unwrap())
 }
 
 /// Opens two endpoints of a provider.
@@ -138,7 +140,7 @@ fn an_object_that_the_provider_keeps_is_reported() {
     let Some(end) = endpoint("tcp;ofi_rxm", NAME) else { return };
     let memory = vec![0_u8; 8192].leak();
     let given: Arc<()> = Arc::default();
-    let other = Endpoint::open(end.domain(), false, Arc::clone(&given) as _).unwrap();
+    let other = Endpoint::open(end.domain(), false, COMPLETIONS, Arc::clone(&given) as _).unwrap();
     // SAFETY: the memory is never freed; both objects are open.
     let registration = unsafe {
         let registration = end.domain().register(described(memory), 7).unwrap();

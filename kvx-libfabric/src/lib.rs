@@ -19,6 +19,7 @@ mod process_copy;
 mod providers;
 mod rail;
 mod read_back;
+mod subnets;
 mod topology;
 mod wake_socket;
 

@@ -50,10 +50,16 @@ unsafe impl Send for Descriptor {}
 unsafe impl Sync for Descriptor {}
 
 impl Local {
-    /// Returns the rail of a region's `turn`th piece, and the descriptor for the operation.
+    /// Returns the rails on which the region is registered; at least one.
     #[inline]
-    pub(crate) fn rail(&self, turn: usize) -> (usize, *mut c_void) {
-        let (rail, descriptor) = self.rails[turn % self.rails.len()];
+    pub(crate) fn rails(&self) -> impl ExactSizeIterator<Item = usize> + Clone {
+        self.rails.iter().map(|(rail, _)| *rail)
+    }
+
+    /// Returns a rail by its index in [`rails`](Local::rails), and the descriptor for operations.
+    #[inline]
+    pub(crate) fn rail(&self, at: usize) -> (usize, *mut c_void) {
+        let (rail, descriptor) = self.rails[at];
         (rail, descriptor.0)
     }
 
@@ -263,10 +269,16 @@ impl Remote {
         Ok(Remote(keys.into()))
     }
 
-    /// Returns the key for the `turn`th piece.
+    /// Returns the owner's rails over which the region is reached; at least one.
     #[inline]
-    pub(crate) fn key(&self, turn: usize) -> Key {
-        self.0[turn % self.0.len()]
+    pub(crate) fn rails(&self) -> impl ExactSizeIterator<Item = usize> + Clone {
+        self.0.iter().map(|key| key.rail)
+    }
+
+    /// Returns a key by its index in [`rails`](Remote::rails).
+    #[inline]
+    pub(crate) fn key(&self, at: usize) -> Key {
+        self.0[at]
     }
 }
 
@@ -305,7 +317,8 @@ mod tests {
     fn keys_are_encoded_unchanged_and_invalid_ones_are_rejected() {
         let keys = [Key { rail: 0, base: 0, key: 7 }, Key { rail: 1, base: 4096, key: u64::MAX }];
         let remote = decode(&encode(&keys), 1 << 40).unwrap();
-        assert_eq!((remote.key(0), remote.key(1), remote.key(2)), (keys[0], keys[1], keys[0]));
+        assert_eq!((remote.key(0), remote.key(1)), (keys[0], keys[1]));
+        assert!(remote.rails().eq([0, 1]));
         assert!(decode(&encode(&[]), 1).is_err());
         assert!(
             decode(&encode(&[Key { rail: 2, ..keys[0] }]), 1).is_err(),

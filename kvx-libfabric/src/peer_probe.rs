@@ -65,7 +65,7 @@ impl PeerProbe {
 }
 
 /// Parses a C socket address.
-fn socket_address(bytes: &[u8]) -> Option<SocketAddr> {
+pub(crate) fn socket_address(bytes: &[u8]) -> Option<SocketAddr> {
     let family = i32::from(u16::from_ne_bytes(*bytes.first_chunk()?));
     let port = u16::from_be_bytes(*bytes.get(2..)?.first_chunk()?);
     match family {

@@ -14,6 +14,7 @@ use crate::ffi;
 use crate::neighbours::Neighbour;
 use crate::peer_probe::PeerProbe;
 use crate::rail::Rail;
+use crate::subnets::{self, RailSet};
 use crate::wake_socket;
 
 /// A peer, with an endpoint on each of its rails.
@@ -21,6 +22,8 @@ pub(crate) struct PeerEndpoints {
     pub(crate) address: Address,
     /// By local rail, then by the peer's rail; filled on first use.
     table: Box<[Box<[Option<ffi::PeerNumber>]>]>,
+    /// The peer's rails that each local rail uses.
+    pub(crate) pairs: Box<[RailSet]>,
     pub(crate) wake_at: Option<SocketAddrUnix>,
     links: Vec<EndpointId>,
     /// True once the peer has accepted a message.
@@ -71,6 +74,7 @@ impl Peers {
                     .transpose()?;
                 let row = || vec![None; address.rails.len()].into_boxed_slice();
                 let table = rails.iter().map(|_| row()).collect();
+                let pairs = subnets::pairs(rails.iter().map(Rail::subnet), &address.rails);
                 let key = address.rails[0].clone();
                 let is_ours =
                     address.host.as_ref().is_some_and(|host| host.process == std::process::id());
@@ -82,6 +86,7 @@ impl Peers {
                 let at = self.peers.insert(PeerEndpoints {
                     address,
                     table,
+                    pairs,
                     wake_at,
                     links: Vec::new(),
                     answers: false,

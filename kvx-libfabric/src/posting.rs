@@ -13,6 +13,7 @@ use crate::ffi::{self, Range};
 use crate::memory::{Local, Remote};
 use crate::process_copy;
 use crate::rail::{Post, PostOutcome};
+use crate::subnets;
 
 /// The path of a piece: the local rail, the local memory's descriptor and the remote position.
 pub(crate) struct PiecePath {
@@ -55,8 +56,11 @@ impl LibfabricFabric {
         remote: &Remote,
         offset: u64,
     ) -> Result<PiecePath> {
-        let (rail, descriptor) = local.rail(turn);
-        let key = remote.key(turn);
+        let Some(pairs) = self.peers.peer(peer).map(|peer| &peer.pairs) else {
+            return Err(error::lost_link());
+        };
+        let (near, far) = subnets::choose(turn, pairs, local.rails(), remote.rails());
+        let ((rail, descriptor), key) = (local.rail(near), remote.key(far));
         let peer = self.peers.peer_number(peer, rail, key.rail, &self.rails[rail])?;
         let remote = ffi::RemoteRange { peer, address: key.base + offset, key: key.key };
         Ok(PiecePath { rail, descriptor, remote })

@@ -19,6 +19,7 @@ use crate::ffi::{
 use crate::keys;
 use crate::operations::{Operation, Operations};
 use crate::read_back::ScratchMemory;
+use crate::subnets::Subnet;
 
 /// The maximum length of a message: shared memory takes longer ones only with the target's CPU.
 pub(crate) const MAX_MESSAGE: usize = 4096;
@@ -67,6 +68,8 @@ pub(crate) struct Rail {
     /// Set if writes are proven by reads.
     scratch: Option<Arc<ScratchMemory>>,
     pieces: InFlightPieces,
+    /// `None` if unknown.
+    subnet: Option<Subnet>,
 }
 
 /// The numbers of operations that a rail has in flight at most, by kind.
@@ -155,9 +158,11 @@ impl Rail {
             WaitMethod::Descriptor(queue) => Some(connections::kept_from_children(queue)),
             WaitMethod::Never => None,
         };
+        let address = info.has_socket_addresses().then(|| endpoint.address().ok()).flatten();
+        let subnet = address.and_then(|address| Subnet::of_endpoint(&address));
         let endpoint = Some(Arc::new(endpoint));
         let pieces = InFlightPieces { all: 0, most: depths.pieces, of: Vec::new() };
-        let mut rail = Rail { endpoint, sockets, operations, messages, scratch, pieces };
+        let mut rail = Rail { endpoint, sockets, operations, messages, scratch, pieces, subnet };
         rail.post_receives().map_err(|errno| {
             error::native("libfabric could not take buffers for messages", errno)
         })?;
@@ -166,6 +171,11 @@ impl Rail {
 
     pub(crate) fn endpoint(&self) -> &Arc<Endpoint> {
         open(&self.endpoint)
+    }
+
+    /// Returns the subnet of the endpoint's address, if it is known.
+    pub(crate) fn subnet(&self) -> Option<Subnet> {
+        self.subnet
     }
 
     /// Ends the rail, and lets the endpoint's other owners close it.

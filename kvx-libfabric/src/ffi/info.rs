@@ -278,6 +278,12 @@ impl Info {
         self.0.addr_format == FI_ADDR_STR
     }
 
+    /// Returns whether addresses are socket addresses.
+    pub(crate) fn has_socket_addresses(&self) -> bool {
+        let forms = [FI_SOCKADDR, FI_SOCKADDR_IN, FI_SOCKADDR_IN6, FI_SOCKADDR_IB];
+        forms.contains(&self.0.addr_format)
+    }
+
     /// Returns the name of the card, which several domains may share. Providers without a card
     /// have one domain for each interface.
     pub(crate) fn card(&self) -> String {

@@ -1,10 +1,14 @@
 //! Reads the lanes of an endpoint, and derives its capabilities from them.
+//!
+//! Versions since 1.14 report the transports of the lanes as attributes. What UCX uses a lane for is
+//! only in its printed description; where that is not understood, each lane counts as used for
+//! everything.
 
 use std::fmt::{self, Write as _};
 
 use kvx_core::{Capabilities, PerOp};
 
-use crate::ffi::{self, Endpoint, Library, Version};
+use crate::ffi::{self, Endpoint, LaneTransport, Library, Version};
 use crate::protocols;
 
 /// Transports over which UCX accesses the peer's memory without the peer's CPU. Over others,
@@ -33,7 +37,8 @@ pub(crate) unsafe fn describe(
     // SAFETY: guaranteed by the caller.
     let printed = unsafe { endpoint.printed() };
     let ours = ffi::LIBRARY.opened().map_or(peer, Library::version);
-    let lanes: Vec<UcxLane<'_>> = printed.lines().filter_map(UcxLane::read).collect();
+    // SAFETY: guaranteed by the caller.
+    let lanes = lanes_of(unsafe { endpoint.transports(ours) }, &printed);
     let mut sentence = sentence(ours, peer, &lanes);
     let chosen = protocols::chosen(&printed, worker);
     if !chosen.is_empty() {
@@ -50,59 +55,83 @@ pub(crate) unsafe fn is_over_tcp(endpoint: &Endpoint) -> bool {
     // SAFETY: guaranteed by the caller.
     let printed = unsafe { endpoint.printed() };
     let ours = ffi::LIBRARY.opened().map_or(BANDWIDTH_LANES, Library::version);
-    over_tcp(ours, &printed.lines().filter_map(UcxLane::read).collect::<Vec<_>>())
+    // SAFETY: guaranteed by the caller.
+    over_tcp(ours, &lanes_of(unsafe { endpoint.transports(ours) }, &printed))
+}
+
+/// Returns the lanes that an endpoint reports, or those that are printed if it reports none.
+fn lanes_of(reported: Option<Vec<LaneTransport>>, printed: &str) -> Vec<UcxLane<'_>> {
+    let mut printed: Vec<UcxLane<'_>> = printed.lines().filter_map(UcxLane::read).collect();
+    let Some(reported) = reported else { return printed };
+    let reported = reported.into_iter().enumerate();
+    let lane = |(number, LaneTransport { transport, device }): (usize, LaneTransport)| {
+        let is_same = |lane: &UcxLane<'_>| lane.number == number && lane.transport == transport;
+        let at = printed.iter().position(is_same);
+        let uses = at.and_then(|at| printed.swap_remove(at).uses);
+        UcxLane { number, transport, device, uses }
+    };
+    reported.map(lane).collect()
 }
 
 fn over_tcp(version: Version, lanes: &[UcxLane<'_>]) -> bool {
-    let asks = |lane: &UcxLane<'_>| lane.uses.contains(&"am") || lane.moves_memory(version);
+    let asks = |lane: &UcxLane<'_>| lane.is_used_for("am") || lane.moves_memory(version);
     !is_direct(version, lanes) && lanes.iter().any(|lane| lane.transport == "tcp" && asks(lane))
 }
 
-/// A lane of an endpoint, as UCX prints it.
+/// A lane of an endpoint.
 #[derive(Debug, PartialEq, Eq)]
 struct UcxLane<'a> {
-    transport: &'a str,
-    device: &'a str,
-    uses: Vec<&'a str>,
+    number: usize,
+    transport: String,
+    device: String,
+    /// `None` if unknown.
+    uses: Option<Vec<&'a str>>,
 }
 
 impl<'a> UcxLane<'a> {
     /// Parses `lane[2]:  5:cma/memory.0 md[4] -> md[4]/cma/sysdev[255] rma_bw#0`.
     fn read(line: &'a str) -> Option<UcxLane<'a>> {
-        let (_, rest) =
-            line.trim_start_matches(['#', ' ']).strip_prefix("lane[")?.split_once(':')?;
+        let (number, rest) =
+            line.trim_start_matches(['#', ' ']).strip_prefix("lane[")?.split_once("]:")?;
+        let number = number.parse().ok()?;
         let (resource, rest) = rest.trim_start().split_once(' ')?;
         let (transport, device) = resource.split_once(':')?.1.split_once('/')?;
         let device = device.rsplit_once('.').map_or(device, |(device, _)| device);
         let uses = rest.split_once("->").map_or("", |(_, there)| there).split_whitespace();
         let known = ["am", "am_bw", "amo", "keepalive", "rma", "rma_bw", "wireup"];
         let uses = uses.map(|word| word.split_once('#').map_or(word, |(word, _)| word));
-        Some(UcxLane {
-            transport,
-            device,
-            uses: uses.filter(|word| known.contains(word)).collect(),
-        })
+        let (transport, device) = (transport.to_owned(), device.to_owned());
+        let uses = uses.filter(|word| known.contains(word)).collect();
+        Some(UcxLane { number, transport, device, uses: Some(uses) })
+    }
+
+    fn is_used_for(&self, what: &str) -> bool {
+        self.uses.as_ref().is_none_or(|uses| uses.contains(&what))
     }
 
     fn moves_memory(&self, version: Version) -> bool {
-        self.uses.contains(&"rma") || version >= BANDWIDTH_LANES && self.uses.contains(&"rma_bw")
+        self.is_used_for("rma") || version >= BANDWIDTH_LANES && self.is_used_for("rma_bw")
     }
 
     fn queues_messages(&self) -> bool {
-        SHARED_QUEUES.contains(&self.transport) && self.uses.contains(&"am")
+        SHARED_QUEUES.contains(&&*self.transport) && self.is_used_for("am")
     }
 
     fn is_direct(&self) -> bool {
         // rc_mlx5, dc_mlx5 and rc_verbs are variants of rc and dc.
-        let family = self.transport.split_once('_').map_or(self.transport, |(family, _)| family);
-        DIRECT.contains(&self.transport) || matches!(family, "rc" | "dc")
+        let family = self.transport.split('_').next().unwrap_or_default();
+        DIRECT.contains(&&*self.transport) || matches!(family, "rc" | "dc")
     }
 }
 
 impl fmt::Display for UcxLane<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.transport, self.device)?;
-        if self.uses.is_empty() { Ok(()) } else { write!(f, " ({})", self.uses.join(" ")) }
+        match self.uses.as_deref() {
+            None => write!(f, " (for unknown purposes)"),
+            Some([]) => Ok(()),
+            Some(uses) => write!(f, " ({})", uses.join(" ")),
+        }
     }
 }
 
@@ -126,7 +155,7 @@ fn promise(version: Version, lanes: &[UcxLane<'_>], declared: &Capabilities) -> 
 fn sentence(ours: Version, peer: Version, lanes: &[UcxLane<'_>]) -> String {
     let shown: Vec<String> = lanes.iter().map(UcxLane::to_string).collect();
     let moving: Vec<&str> =
-        lanes.iter().filter(|lane| lane.moves_memory(ours)).map(|lane| lane.transport).collect();
+        lanes.iter().filter(|lane| lane.moves_memory(ours)).map(|lane| &*lane.transport).collect();
     let how = match (is_direct(ours, lanes), moving.first()) {
         (true, Some(transport)) => format!("gets and puts by {transport} without the peer's CPU"),
         (false, Some(transport)) => {
@@ -180,6 +209,31 @@ mod tests {
             OLD,
             &lanes("#  lane[0]:  7:rc_verbs/mlx4_0:1.0 md[4] -> md[4]/ib/sysdev[3] rma am")
         ));
+    }
+
+    #[test]
+    fn reported_transports_count_and_the_printed_text_adds_their_uses() {
+        let reported = |names: &[(&str, &str)]| {
+            let named = |(transport, device): &(&str, &str)| LaneTransport {
+                transport: (*transport).to_owned(),
+                device: (*device).to_owned(),
+            };
+            Some(names.iter().map(named).collect::<Vec<_>>())
+        };
+        let shared = || reported(&[("sysv", "memory"), ("posix", "memory"), ("cma", "memory")]);
+        assert_eq!(lanes_of(shared(), SHARED), lanes(SHARED));
+        assert_eq!(lanes_of(None, SHARED), lanes(SHARED), "versions before 1.14");
+
+        // A version that prints its lanes in another way.
+        for printed in ["", "lane 0 = tcp", "lane[0]:  1:sysv/memory.0 -> am"] {
+            let tcp = lanes_of(reported(&[("tcp", "eth0")]), printed);
+            assert_eq!(tcp[0].to_string(), "tcp/eth0 (for unknown purposes)");
+            assert!(over_tcp(NEW, &tcp), "tcp is refused unless its use is known to be harmless");
+            let shared = lanes_of(shared(), "");
+            assert!(!is_direct(NEW, &shared), "nothing is promised");
+        }
+        let card = lanes_of(reported(&[("rc_mlx5", "mlx5_0:1")]), "");
+        assert!(is_direct(NEW, &card), "the only lane needs no CPU, whatever it is for");
     }
 
     #[test]

@@ -32,6 +32,10 @@ impl Endpoint {
         self.raw.as_ptr()
     }
 
+    pub(super) fn functions(&self) -> &'static Functions {
+        self.functions
+    }
+
     /// Reads the memory at `remote` into `local`, or writes it the other way. A completed write
     /// means only that `local` may be reused. The bytes have arrived when a
     /// [`flush`](Endpoint::flush) that was posted later completes.

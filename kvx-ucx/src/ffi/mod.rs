@@ -27,6 +27,7 @@ mod request;
 mod status;
 #[cfg(test)]
 mod tests;
+mod transports;
 mod worker;
 
 pub(crate) use context::{MapParams, MappedMemory, UcxContext};
@@ -36,4 +37,5 @@ pub(crate) use library::{LIBRARY, Library};
 pub(crate) use pad::pad;
 pub(crate) use request::{CompletionHandler, PostOutcome};
 pub(crate) use status::Status;
+pub(crate) use transports::LaneTransport;
 pub(crate) use worker::{ArmOutcome, Message, MessageHandler, Worker};

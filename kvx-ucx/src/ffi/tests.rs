@@ -192,6 +192,20 @@ fn everything_over(library: &'static Library, tls: &str) {
     // SAFETY: the endpoint is open.
     let lanes = unsafe { endpoint.printed() };
     assert!(lanes.contains("lane"), "{lanes}");
+    // SAFETY: the endpoint is open.
+    match unsafe { endpoint.transports(library.version()) } {
+        None => assert!(library.version() < Version::new(1, 14, 0)),
+        Some(transports) => {
+            assert!(!transports.is_empty());
+            for (number, LaneTransport { transport, device }) in transports.iter().enumerate() {
+                let mut printed =
+                    lanes.lines().filter(|line| line.contains(&format!("lane[{number}]")));
+                let name = format!(":{transport}/{device}");
+                assert!(printed.next().is_some_and(|line| line.contains(&name)), "{name}: {lanes}");
+            }
+            assert_eq!(lanes.matches("lane[").count(), transports.len(), "{lanes}");
+        }
+    }
     let worker = near.printed_with_protocols();
     assert!(worker.contains("address"), "{worker}");
     let chosen = match (library.version().minor, tls) {

@@ -527,6 +527,8 @@ unsafe impl Fabric for LibfabricFabric {
 #[cfg(test)]
 mod early_completions;
 #[cfg(test)]
+mod strict;
+#[cfg(test)]
 mod unordered;
 
 #[cfg(test)]

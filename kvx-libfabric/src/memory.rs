@@ -208,11 +208,9 @@ unsafe impl Registrar<Local> for MemoryRegistrar {
             let registration = open.register(rail, memory)?;
             let endpoint = &open.rails[rail].endpoint;
             let info = endpoint.domain().info();
-            if info.wants(FI_MR_ENDPOINT) {
-                endpoint.enable(&registration).map_err(|errno| {
-                    error::native("the provider could not enable this memory", errno)
-                })?;
-            }
+            endpoint.enable(&registration).map_err(|errno| {
+                error::native("the provider could not enable this memory", errno)
+            })?;
             // Over shared memory kvx copies by address, whatever the provider requires.
             let by_address = info.wants(FI_MR_VIRT_ADDR) || is_shared_memory(&info.provider());
             let base = if by_address { memory.address() } else { 0 };

@@ -143,14 +143,15 @@ impl Rail {
         let scratch = reads_back.then(|| ScratchMemory::new(domain).map(Arc::new)).transpose()?;
         let buffers = messages.as_ref().map(MessagePool::shared);
         let shared = Arc::new((operations.contexts(), buffers, scratch.clone()));
-        let open = |sleeps| Endpoint::open(domain, sleeps, depths.all(), Arc::clone(&shared) as _);
-        let endpoint = open(true).or_else(|errno| {
+        let open_with =
+            |sleeps| Endpoint::open(domain, sleeps, depths.all(), Arc::clone(&shared) as _);
+        let endpoint = open_with(true).or_else(|errno| {
             tracing::debug!(
                 provider = info.provider(),
                 ?errno,
                 "the provider has no descriptor to sleep on"
             );
-            open(false)
+            open_with(false)
         });
         let endpoint = endpoint
             .map_err(|errno| error::endpoint_error(&info.provider(), &info.domain(), errno))?;
@@ -162,6 +163,13 @@ impl Rail {
         let subnet = address.and_then(|address| Subnet::of_endpoint(&address));
         let endpoint = Some(Arc::new(endpoint));
         let pieces = InFlightPieces { all: 0, most: depths.pieces, of: Vec::new() };
+        let pool = messages.as_ref().and_then(|messages| messages.shared.registration.as_ref());
+        let scratched = scratch.as_ref().and_then(|scratch| scratch.registration());
+        for registration in pool.into_iter().chain(scratched) {
+            open(&endpoint).enable(registration).map_err(|errno| {
+                error::native("the provider could not enable memory for messages", errno)
+            })?;
+        }
         let mut rail = Rail { endpoint, sockets, operations, messages, scratch, pieces, subnet };
         rail.post_receives().map_err(|errno| {
             error::native("libfabric could not take buffers for messages", errno)

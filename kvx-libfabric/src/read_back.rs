@@ -131,6 +131,11 @@ impl ScratchMemory {
         Ok(ScratchMemory { registration, byte })
     }
 
+    /// Returns the registration, if the provider requires one.
+    pub(crate) fn registration(&self) -> Option<&Registration> {
+        self.registration.as_ref()
+    }
+
     /// Returns the range that a read of this remote byte fills.
     pub(crate) fn range(&self, remote: RemoteRange) -> Range {
         let none: *mut c_void = std::ptr::null_mut();

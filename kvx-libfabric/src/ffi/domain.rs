@@ -94,7 +94,7 @@ impl Domain {
         Ok(Arc::new(Domain { raw, fabric, info }))
     }
 
-    pub(super) fn raw(&self) -> *mut fid_domain {
+    pub(crate) fn raw(&self) -> *mut fid_domain {
         self.raw.as_ptr()
     }
 

@@ -247,9 +247,12 @@ impl Endpoint {
         self.raw.as_ptr().cast()
     }
 
-    /// Enables access to memory through this endpoint, as `FI_MR_ENDPOINT` requires. Errors:
-    /// libfabric's.
+    /// Enables access to memory through this endpoint, if the provider requires that
+    /// (`FI_MR_ENDPOINT`). Errors: libfabric's.
     pub(crate) fn enable(&self, memory: &Registration) -> Result<(), Errno> {
+        if !self.domain.info().wants(FI_MR_ENDPOINT) {
+            return Ok(());
+        }
         // SAFETY: the endpoint is open.
         unsafe { memory.enable(self.fid()) }
     }

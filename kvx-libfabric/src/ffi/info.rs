@@ -170,7 +170,7 @@ impl fmt::Display for PciAddress {
 pub(crate) struct Info(fi_info);
 
 impl Info {
-    pub(super) fn raw(&self) -> *mut fi_info {
+    pub(crate) fn raw(&self) -> *mut fi_info {
         (&raw const self.0).cast_mut()
     }
 

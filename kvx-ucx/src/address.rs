@@ -1,14 +1,18 @@
 //! An agent's UCX address: UCX's section of the metadata.
 
 use kvx_backend::checksum;
-use kvx_core::Result;
 use kvx_core::backend::wire::{Reader, Writer};
+use kvx_core::{ErrorKind, Result};
 
 use crate::error::NAME;
 use crate::ffi::Version;
 
 /// The maximum length of a worker address from a peer.
 const MAX_WORKER: usize = 64 << 10;
+
+/// The first version that packs no key for tcp. From it on, UCX rejects keys of older versions
+/// (-22); older ones accept its keys, so that one side could read and the other could not.
+const WITHOUT_TCP_KEYS: Version = Version::new(1, 19, 0);
 
 /// The address of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +29,19 @@ impl Address {
     /// Returns a number that identifies the worker, equal at both ends.
     pub(crate) fn number(&self) -> u64 {
         checksum::fnv1a(&self.worker)
+    }
+
+    /// Checks that UCX of the version `ours` and the peer's accept each other's keys. Errors:
+    /// `Incompatible`.
+    pub(crate) fn check_keys(&self, ours: Version) -> Result<()> {
+        let theirs = self.version;
+        if (ours < WITHOUT_TCP_KEYS) == (theirs < WITHOUT_TCP_KEYS) {
+            return Ok(());
+        }
+        let why = format!(
+            "the peer has UCX {theirs} and this agent {ours}: UCX from {WITHOUT_TCP_KEYS} on rejects memory keys of older versions; install one version on both hosts, or use another backend"
+        );
+        Err(ErrorKind::Incompatible.because(why).with_backend(NAME))
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
@@ -50,8 +67,6 @@ impl Address {
 
 #[cfg(test)]
 mod tests {
-    use kvx_core::ErrorKind;
-
     use super::*;
 
     #[test]
@@ -66,6 +81,26 @@ mod tests {
         for none in [0, MAX_WORKER + 1] {
             let nobody = Address { worker: vec![1; none].into(), version }.encode();
             assert_eq!(Address::decode(&nobody).unwrap_err().kind(), ErrorKind::Malformed);
+        }
+    }
+
+    #[test]
+    fn versions_that_reject_each_others_keys_are_refused_both_ways() {
+        let version = |(minor, patch)| Version::new(1, minor, patch);
+        let check = |ours, theirs| {
+            Address { version: version(theirs), worker: [1].into() }.check_keys(version(ours))
+        };
+        for (ours, theirs) in [((13, 1), (22, 0)), ((18, 1), (19, 0)), ((17, 0), (23, 0))] {
+            for why in [check(ours, theirs), check(theirs, ours)].map(Result::unwrap_err) {
+                assert_eq!(why.kind(), ErrorKind::Incompatible);
+                let told = why.sentence();
+                for named in [ours, theirs].map(|named| version(named).to_string()) {
+                    assert!(told.contains(&named), "{told}");
+                }
+            }
+        }
+        for (ours, theirs) in [((13, 1), (18, 0)), ((19, 0), (23, 0)), ((22, 0), (22, 0))] {
+            assert!(check(ours, theirs).is_ok() && check(theirs, ours).is_ok());
         }
     }
 

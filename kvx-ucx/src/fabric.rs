@@ -18,7 +18,7 @@ use crate::callbacks::{
     OneShotOperation, PieceCounter,
 };
 use crate::error::{self, NAME};
-use crate::ffi::{ArmOutcome, Endpoint, PostOutcome, Worker};
+use crate::ffi::{self, ArmOutcome, Endpoint, PostOutcome, Worker};
 use crate::memory::{Local, MemoryRegistrar, Remote, RemoteKeys};
 use crate::peers::{PeerWorker, Peers, lost_link};
 use crate::route;
@@ -268,6 +268,9 @@ unsafe impl Fabric for UcxFabric {
     fn connect(&mut self, endpoint: EndpointId, _: &Identity, address: &[u8]) -> Result<()> {
         let Some(worker) = &self.worker else { return Err(lost_link()) };
         let address = Address::decode(address)?;
+        if let Some(library) = ffi::LIBRARY.opened() {
+            address.check_keys(library.version())?;
+        }
         // SAFETY: this thread holds the machine's lock; `end` closes all endpoints; the notes
         // outlive the worker.
         unsafe { self.peers.connect(endpoint, address, worker, &self.notes) }

@@ -17,7 +17,7 @@ const CURE: &str = "install UCX 1.13 or newer, the same version on all hosts (De
 const ONE_ONLY: &str = "unset KVX_UCX_LIB to use the loaded library, or set it to that file";
 
 /// The oldest supported version: the one that the bindings are generated from. Peers need not have
-/// the same version, but 1.22 cannot unpack the remote keys of 1.13.
+/// the same version: see `Address::check_keys`.
 const OLDEST: Version = Version::new(1, 13, 0);
 
 /// A loaded libucp with the functions of 1.13.

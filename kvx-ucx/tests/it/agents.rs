@@ -161,18 +161,17 @@ const OWNER: &str = "KVX_UCX_TEST_OWNER";
 /// Runs the owner or the reader if this process was started for that.
 pub(crate) fn play_if_asked() {
     let Ok(owner) = std::env::var(OWNER) else { return };
-    let version = versions::chosen().expect("a version");
     match owner.as_str() {
-        "" => own(version),
-        metadata => reach(version, metadata),
+        "" => own(),
+        metadata => reach(metadata),
     }
     .unwrap();
     std::process::exit(0);
 }
 
 #[test]
-fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
-    const NAME: &str = "an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused";
+fn versions_with_different_keys_are_refused_both_ways() {
+    const NAME: &str = "versions_with_different_keys_are_refused_both_ways";
     for (owner, reader) in [("UCX-1.22", "UCX-1.13"), ("UCX-1.13", "UCX-1.22")] {
         let command = |label| {
             let version =
@@ -204,32 +203,26 @@ fn an_old_version_reaches_a_new_one_and_the_other_way_round_is_refused() {
 }
 
 /// Serves its region until its standard input is closed.
-fn own(version: &Version) -> Outcome {
+fn own() -> Outcome {
     let (agent, region) = agent("owner", 2)?;
     let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
     println!("metadata {metadata}");
     std::io::stdin().read_to_end(&mut Vec::new())?;
-    assert_eq!(ends(&region)?, if version.number > (1, 13) { (2, 1) } else { (2, 2) });
+    assert_eq!(ends(&region)?, (2, 2));
     agent.shutdown(PATIENCE).wait_blocking(PATIENCE)?;
     Ok(())
 }
 
-fn reach(version: &Version, metadata: &str) -> Outcome {
+fn reach(metadata: &str) -> Outcome {
     let bytes =
         (0..metadata.len()).step_by(2).map(|at| u8::from_str_radix(&metadata[at..at + 2], 16));
     let metadata = bytes.collect::<Result<Vec<_>, _>>()?;
     let (agent, region) = agent("reader", 1)?;
     let peer = agent.connect(&metadata)?;
-    let reached = both_ways(&region, &peer);
-    if version.number > (1, 13) {
-        // The new version does not unpack the keys of the old one, and reports that before any
-        // transfer.
-        assert_eq!(reached.map_err(|why| why.kind()), Err(ErrorKind::Unsupported));
-        assert_eq!(ends(&region)?, (1, 1));
-    } else {
-        reached?;
-        assert_eq!(ends(&region)?, (2, 1));
-    }
+    let why = both_ways(&region, &peer).expect_err("the keys of these versions differ");
+    assert_eq!(why.kind(), ErrorKind::Incompatible);
+    assert!(why.to_string().contains("install one version"), "{why}");
+    assert_eq!(ends(&region)?, (1, 1));
     agent.shutdown(PATIENCE).wait_blocking(PATIENCE)?;
     Ok(())
 }

@@ -264,7 +264,7 @@ impl Rail {
         self.count_posted(answer, context, peer, pieces.len())
     }
 
-    /// Counts what was posted with this context, or frees the context.
+    /// Counts pieces that were posted with this context, or frees it after a failed post.
     #[inline]
     fn count_posted(
         &mut self,

@@ -110,7 +110,7 @@ impl ReadBacks {
     }
 }
 
-/// The memory of a rail that bytes are read into; nobody reads their values.
+/// The memory of a rail that bytes are read into. Their values are not used.
 pub(crate) struct ScratchMemory {
     /// Dropped before the memory.
     registration: Option<Registration>,

@@ -1,13 +1,14 @@
 //! Tests the wrappers of libfabric with two endpoints in this process.
 
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvx_core::Op;
 
 use super::bindings_1_17::{
-    FI_ENOKEY, FI_MR_VIRT_ADDR, fi_cq_attr, fi_ops, fi_ops_domain, fid, fid_cq, fid_domain,
+    FI_ENOKEY, FI_MR_VIRT_ADDR, FI_WAIT_NONE, fi_cq_attr, fi_ops, fi_ops_domain, fid, fid_cq,
+    fid_domain,
 };
 use super::*;
 
@@ -273,21 +274,40 @@ fn an_endpoint_over_sockets_may_be_slept_on_and_one_over_shared_memory_not() {
     assert!(has_descriptors(sockets.domain()));
     refuse_descriptors(sockets.domain());
     assert!(!has_descriptors(sockets.domain()), "as EFA");
+    let polled = |sleeps| Endpoint::open(sockets.domain(), sleeps, COMPLETIONS, Arc::new(()));
+    assert!(polled(true).is_err() && polled(false).is_ok());
 }
+
+type OpenQueue = unsafe extern "C" fn(
+    *mut fid_domain,
+    *mut fi_cq_attr,
+    *mut *mut fid_cq,
+    *mut c_void,
+) -> std::ffi::c_int;
 
 /// Makes a domain open no queue with a descriptor.
 fn refuse_descriptors(domain: &Domain) {
+    static OPEN: OnceLock<OpenQueue> = OnceLock::new();
     unsafe extern "C" fn refuse(
-        _: *mut fid_domain,
-        _: *mut fi_cq_attr,
-        _: *mut *mut fid_cq,
-        _: *mut c_void,
+        domain: *mut fid_domain,
+        attributes: *mut fi_cq_attr,
+        queue: *mut *mut fid_cq,
+        context: *mut c_void,
     ) -> std::ffi::c_int {
-        -libc::ENOSYS
+        // SAFETY: the caller's arguments.
+        unsafe {
+            match OPEN.get() {
+                Some(open) if (*attributes).wait_obj == FI_WAIT_NONE => {
+                    open(domain, attributes, queue, context)
+                }
+                _ => -libc::ENOSYS,
+            }
+        }
     }
-    // SAFETY: the domain is open and has a table of functions; the test opens only queues in it.
+    // SAFETY: the domain is open and has a table of functions.
     unsafe {
         let raw = domain.raw();
+        OPEN.get_or_init(|| (*(*raw).ops).cq_open.expect("it opens queues"));
         let functions = fi_ops_domain { cq_open: Some(refuse), ..*(*raw).ops };
         (*raw).ops = Box::leak(Box::new(functions));
     }

@@ -1,7 +1,7 @@
 //! Reads the lanes of an endpoint, and derives its capabilities from them.
 //!
-//! Versions since 1.14 report the transports of the lanes as attributes. What UCX uses a lane for is
-//! only in its printed description; where that is not understood, each lane counts as used for
+//! Versions since 1.14 report the transports of the lanes as attributes. What UCX uses a lane for
+//! is only in its printed description; where that is not understood, each lane counts as used for
 //! everything.
 
 use std::fmt::{self, Write as _};

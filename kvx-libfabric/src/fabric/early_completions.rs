@@ -1,6 +1,6 @@
 //! A provider that completes a write before its bytes have arrived, as verbs below ofi_rxm does:
-//! tcp without `FI_DELIVERY_COMPLETE`, on two rails. The target's second rail is slow, and the first
-//! one carries the messages.
+//! tcp without `FI_DELIVERY_COMPLETE`, on two rails. The target's second rail is slow, and the
+//! first one carries the messages.
 
 use std::sync::Arc;
 

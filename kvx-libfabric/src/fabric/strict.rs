@@ -166,7 +166,9 @@ unsafe extern "C" fn open(
 
 /// Defines a function that checks its operation, and calls the provider's own without a descriptor.
 macro_rules! checked {
-    ($name:ident, $table:ident.$own:ident, $pointer:ty, ($($rest:ident: $type:ty),*), $remote:expr) => {
+    (
+        $name:ident, $table:ident.$own:ident, $pointer:ty, ($($rest:ident: $type:ty),*), $remote:expr
+    ) => {
         #[allow(clippy::too_many_arguments, reason = "it is libfabric's")]
         unsafe extern "C" fn $name(
             endpoint: *mut fid_ep,

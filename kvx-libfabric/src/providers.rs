@@ -99,6 +99,11 @@ fn known(provider: &str) -> &'static KnownProvider {
     KNOWN.iter().find(|known| known.name == name).unwrap_or(&OTHER)
 }
 
+/// Returns whether a layer above the core provider has this name.
+fn has_layer(provider: &str, name: &str) -> bool {
+    provider.split(';').skip(1).any(|layer| layer == name)
+}
+
 /// Returns the name of the provider below all layers: `tcp` for `tcp;ofi_rxm`.
 fn core_provider(provider: &str) -> &str {
     provider.split(';').next().unwrap_or_default()
@@ -123,10 +128,9 @@ pub(crate) enum DeliveryProof {
 /// Returns how a write over a provider is proven. ofi_rxm accepts `FI_DELIVERY_COMPLETE` and passes
 /// it down; of the providers below it, only tcp is known to keep it.
 pub(crate) fn delivery_proof(provider: &str) -> DeliveryProof {
-    let is_layered = provider.split(';').skip(1).any(|layer| layer == "ofi_rxm");
     match core_provider(provider) {
         SHARED => DeliveryProof::Copy,
-        core if is_layered && core != "tcp" => DeliveryProof::ReadBack,
+        core if has_layer(provider, "ofi_rxm") && core != "tcp" => DeliveryProof::ReadBack,
         _ => DeliveryProof::Completion,
     }
 }
@@ -192,7 +196,9 @@ pub(crate) unsafe fn bound_kept_messages() {
 
 /// Returns the provider's capabilities, except those that depend on the link.
 pub(crate) fn capabilities(provider: &str, idle: Idle, memory: MemoryKinds) -> Capabilities {
-    let KnownProvider { isolation, target_cpu, settles, hung_page, .. } = *known(provider);
+    // ofi_rxd sends datagrams, whatever the card could do, and the target's library takes them.
+    let known = if has_layer(provider, "ofi_rxd") { &OTHER } else { known(provider) };
+    let KnownProvider { isolation, target_cpu, settles, hung_page, .. } = *known;
     Capabilities {
         isolation,
         idle,
@@ -472,6 +478,17 @@ mod tests {
         assert!(mixed.sentence().contains("verbs;ofi_rxd"), "{mixed}");
         let missing = with(r#"["mlx5_0"]"#).unwrap_err();
         assert!(missing.sentence().contains("one of rxe0, rxe0-dgram"), "{missing}");
+    }
+
+    #[test]
+    fn a_card_accesses_memory_itself_except_below_ofi_rxd() {
+        let over = |provider| capabilities(provider, Idle::Asleep, MemoryKinds::HOST);
+        let (connected, datagrams) = (over("verbs;ofi_rxm"), over("verbs;ofi_rxd"));
+        assert_eq!(connected.target_cpu, PerOp::NEITHER);
+        assert_eq!(connected.settles_without_peer, PerOp::BOTH);
+        assert_eq!(datagrams.target_cpu, PerOp::BOTH);
+        assert_eq!(datagrams.settles_without_peer, PerOp::NEITHER);
+        assert_eq!(datagrams.isolation, PerOp::same(Isolation::Cooperative));
     }
 
     #[test]

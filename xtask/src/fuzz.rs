@@ -30,9 +30,10 @@ const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-san
 const BUILD_LIMIT: Duration = Duration::from_secs(40 * 60);
 /// The time that a target may take to start and to end, beyond its run time.
 const BEYOND: Duration = Duration::from_secs(120);
-/// The most bytes of an added input, and of a whole corpus.
+/// The most bytes of an added input, and of a whole corpus; the most inputs that are added.
 const KEPT_INPUT: u64 = 512;
 const KEPT_IN_ALL: u64 = 12 << 10;
+const KEPT_INPUTS: usize = 64;
 /// The results of the runs that added to the corpora.
 const RESULTS: &str = "fuzz/coverage.txt";
 /// The most rounds of a target.
@@ -198,7 +199,8 @@ fn keep(name: &str, program: &Path, grown: &Path, committed: &Path) -> Result<()
     let mut all: u64 = sizes(committed)?.iter().map(|(size, _)| size).sum();
     let mut found = sizes(&least)?;
     found.sort();
-    for (size, file) in found.into_iter().rev().filter(|(size, _)| *size <= KEPT_INPUT) {
+    let found = found.into_iter().rev().filter(|(size, _)| *size <= KEPT_INPUT).take(KEPT_INPUTS);
+    for (size, file) in found {
         if all + size <= KEPT_IN_ALL {
             std::fs::copy(&file, committed.join(file.file_name().unwrap_or_default()))?;
             all += size;

@@ -34,7 +34,7 @@ pub struct EngineOutput {
 }
 
 /// The workers that have reported the end of a request, one bit each.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Votes {
     workers: Vec<u64>,
     count: usize,
@@ -53,7 +53,7 @@ impl Votes {
 }
 
 /// An aggregator of the reports of an engine's workers.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct OutputAggregator {
     world_size: usize,
     sending: BTreeMap<RequestId, Votes>,

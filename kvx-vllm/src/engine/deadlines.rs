@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::time::Time;
 
 /// Deadlines by key, at most one per key, in order of their times.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Deadlines<K> {
     by_key: BTreeMap<K, Time>,
     by_time: BTreeSet<(Time, K)>,

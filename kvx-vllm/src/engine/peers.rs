@@ -30,7 +30,7 @@ pub(super) enum Reach {
     Refused(String, Option<Time>),
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum ConnectionState {
     Connecting(Connection),
     Ready(Connection),
@@ -38,7 +38,7 @@ enum ConnectionState {
     Resting,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Engine {
     peer: Arc<RemoteEngine>,
     state: ConnectionState,
@@ -72,7 +72,7 @@ impl Renewals {
 }
 
 /// An open connection, the result of a successful handshake.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct OpenConnection {
     engine: EngineId,
     plan: Arc<PeerPlan>,
@@ -82,7 +82,7 @@ struct OpenConnection {
 }
 
 /// The engines that a worker knows.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Peers {
     ttl: Option<Duration>,
     last: u64,

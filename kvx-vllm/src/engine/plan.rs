@@ -230,7 +230,7 @@ impl PeerPlan {
 }
 
 /// The paired lists of one KV cache group.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct GroupPair {
     group: usize,
     aligned: Aligned,
@@ -256,7 +256,7 @@ impl GroupPair {
 }
 
 /// The paired lists of one request.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Paired {
     pairs: Vec<GroupPair>,
 }

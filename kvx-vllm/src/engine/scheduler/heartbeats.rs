@@ -10,13 +10,13 @@ use crate::ids::{EngineId, RequestId};
 use crate::time::Time;
 
 /// The requests of one peer, each with the number of local requests that want it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct WantedRequests {
     peer: Arc<RemoteEngine>,
     requests: BTreeMap<RequestId, u32>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Heartbeats {
     /// The interval; `None`: peers keep blocks for a fixed time and ignore heartbeats.
     every: Option<Duration>,

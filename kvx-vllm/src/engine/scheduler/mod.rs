@@ -108,7 +108,7 @@ pub struct Allocation {
 }
 
 /// The load of a request.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Load {
     source: LoadSource,
     remote: RemoteRequest,
@@ -139,7 +139,7 @@ enum LoadSource {
     Transfer,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum LoadStage {
     /// The request has no blocks to fill yet.
     Arrived,
@@ -163,7 +163,7 @@ enum Publishes {
     ForTransfer,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Entry {
     prompt_tokens: u32,
     load: Option<Load>,
@@ -177,7 +177,7 @@ struct Entry {
 /// loaded always gets an [`Outcome`], at its deadline at the latest. For that, the loop calls
 /// [`poll`](Self::poll) once per step, and when the time of [`next_deadline`](Self::next_deadline)
 /// has passed.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Scheduler {
     settings: Settings,
     requests: BTreeMap<RequestId, Entry>,

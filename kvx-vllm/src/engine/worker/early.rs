@@ -17,7 +17,7 @@ const MAX_ENTRIES: usize = 64;
 const MAX_NAME: usize = 256;
 
 /// The completions of a request that the worker does not know yet.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct EarlyRequest {
     name: Box<str>,
     since: Time,
@@ -27,7 +27,7 @@ struct EarlyRequest {
 /// Early completions, for a worker in another process than its engine. A message informs the worker
 /// of each publication. A peer may read the blocks and send its completion before that message
 /// arrives.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct EarlyCompletions {
     /// The oldest first.
     requests: VecDeque<EarlyRequest>,

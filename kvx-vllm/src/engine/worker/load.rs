@@ -12,7 +12,7 @@ use crate::ids::{RequestId, WorkerRank};
 use crate::mapping::Part;
 
 /// One load.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Receive {
     pub(super) order: ReceiveOrder,
     pub(super) connection: Option<Connection>,
@@ -28,7 +28,7 @@ pub(super) struct Receive {
     pub(super) written_by: BTreeSet<Box<str>>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum ReceiveStage {
     /// The load waits for the handshake.
     Waiting,
@@ -42,7 +42,7 @@ pub(super) enum ReceiveStage {
     Finishing,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Reading {
     pub(super) paired: Paired,
     pub(super) reference: Option<BlockReference>,
@@ -53,7 +53,7 @@ pub(super) struct Reading {
     pub(super) finishes: bool,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct LaneState {
     pub(super) rank: WorkerRank,
     pub(super) readers: u32,
@@ -61,14 +61,14 @@ pub(super) struct LaneState {
     pub(super) told: bool,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) enum Invalid {
     Blocks(BTreeSet<u32>),
     All,
 }
 
 /// A move in flight.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct MoveState {
     pub(super) request: RequestId,
     pub(super) lane: usize,

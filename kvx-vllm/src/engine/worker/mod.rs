@@ -32,7 +32,7 @@ use crate::time::Time;
 /// [`next_action`](Self::next_action), carries them out, and reports the results with the methods
 /// that the actions name. The methods for the step loop have the names of vLLM's
 /// `KVConnectorBase_V1`. All times are on the worker's own clock.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Worker {
     settings: Settings,
     rank: WorkerRank,

@@ -26,7 +26,7 @@ const MAX_REGISTRATIONS: usize = 65_536;
 const MAX_BYTES: usize = 64 << 20;
 
 /// A decode's registration of blocks for a request.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Registration {
     request: RequestId,
     peer: Arc<RemoteEngine>,
@@ -63,7 +63,7 @@ fn name_bytes((engine, request): &(EngineId, RequestId)) -> usize {
 }
 
 /// A request whose blocks are being written.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Push {
     registration: Registration,
     blocks: BlockLists,
@@ -80,7 +80,7 @@ struct Push {
 }
 
 /// The requests and registrations that wait under one shared name.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Names {
     ready: BTreeSet<RequestId>,
     registered: BTreeSet<RequestId>,
@@ -101,7 +101,7 @@ impl Names {
 }
 
 /// The prefill side of push.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Pushes {
     timeout: Duration,
     /// Finished requests without a registration.

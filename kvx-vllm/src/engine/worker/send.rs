@@ -25,7 +25,7 @@ pub(super) enum Counted {
 }
 
 /// The completions of one request.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Completions {
     /// The senders. A repeated notification counts once.
     from: BTreeSet<Box<str>>,
@@ -49,13 +49,13 @@ impl Completions {
     }
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct KeptRequest {
     expires: Time,
     completions: Completions,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Sends {
     lease: Option<LeaseTime>,
     rule: ConsumerRule,

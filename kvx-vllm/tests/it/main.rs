@@ -11,6 +11,8 @@ mod golden;
 #[cfg(feature = "protocol")]
 mod mapping;
 #[cfg(feature = "protocol")]
+mod model;
+#[cfg(feature = "protocol")]
 mod mooncake;
 #[cfg(feature = "params")]
 mod params;
@@ -29,7 +31,7 @@ static ALLOCATOR: kvx_testkit::CountingAllocator = kvx_testkit::CountingAllocato
 
 fn main() -> ExitCode {
     #[cfg(feature = "protocol")]
-    let trials = simulation::trials();
+    let trials = simulation::trials().into_iter().chain(model::trials());
     #[cfg(not(feature = "protocol"))]
     let trials = [];
     kvx_testkit::harness_main(trials)

@@ -5,7 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 /// The tokens in a chunk of a prompt.
 pub(crate) const CHUNK_TOKENS: usize = 256;
-/// The most chunks of an instance, 3 million tokens, which take up to 0.8 MB.
+/// The most chunks of an instance, 3 million tokens, which take up to 1.1 MB.
 const MOST_CHUNKS: usize = 12 << 10;
 
 /// The chunks of prompts that were sent to an instance most recently.

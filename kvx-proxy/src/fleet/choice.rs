@@ -55,7 +55,7 @@ impl<'a> Candidates<'a> {
             let usable = |one: &Arc<Instance>| one.state.is_usable() && fits(one);
             let best = self.best_for(wanted, usable)?;
             let tokens = self.tokens_for(best, wanted);
-            best.state.add_to_cache(wanted.chunks);
+            self.add_to_cache(best, wanted);
             Some(best.take_anyway(tokens))
         })
     }
@@ -73,7 +73,7 @@ impl<'a> Candidates<'a> {
             let best = self.best_for(wanted, open)?;
             let tokens = self.tokens_for(best, wanted);
             if let Some(taken) = best.take(tokens, wanted.now, self.eject_for) {
-                best.state.add_to_cache(wanted.chunks);
+                self.add_to_cache(best, wanted);
                 return Some(taken);
             }
         }
@@ -105,8 +105,14 @@ impl<'a> Candidates<'a> {
     /// Returns the tokens for which an instance is busy with the request.
     fn tokens_for(&self, one: &Instance, wanted: &Requirements<'_>) -> u64 {
         match self.choice {
-            Choice::Cached => one.state.uncached(wanted.tokens, wanted.chunks),
+            Choice::Cached => one.uncached(wanted.tokens, wanted.chunks),
             Choice::LeastTokens | Choice::RoundRobin | Choice::Prefix => wanted.tokens,
+        }
+    }
+
+    fn add_to_cache(&self, one: &Instance, wanted: &Requirements<'_>) {
+        if self.choice == Choice::Cached {
+            one.state.add_to_cache(wanted.chunks);
         }
     }
 
@@ -175,7 +181,7 @@ fn distance(mixed: u64, one: &Instance) -> f64 {
 }
 
 /// Applies the last steps of splitmix64, so that every output bit depends on every input bit.
-pub(crate) fn mix(mut bits: u64) -> u64 {
+fn mix(mut bits: u64) -> u64 {
     bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     bits ^ (bits >> 31)

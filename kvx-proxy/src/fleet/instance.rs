@@ -11,6 +11,9 @@ use super::cache_model::{CHUNK_TOKENS, CacheModel};
 use super::models::Models;
 use crate::setup::{Health, InstanceSetup};
 
+/// A request whose prompt is cached costs at least this part of one that is not.
+const LEAST_PART: u64 = 16;
+
 /// The role of an instance in its pool.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
@@ -264,9 +267,7 @@ impl State {
         faults.ejected += 1;
         self.refuses.store(refused, Relaxed);
         self.closed_until.store(self.millis(now) + doubled.as_millis() as u64, Relaxed);
-        if refused {
-            self.forget_cache();
-        }
+        self.forget_cache();
         true
     }
 
@@ -357,13 +358,10 @@ impl State {
         Some(target)
     }
 
-    /// Returns how many of a prompt's tokens, at least one, the instance would have to compute.
-    pub(super) fn uncached(&self, tokens: u64, chunks: &[u64]) -> u64 {
-        if chunks.is_empty() {
-            return tokens;
-        }
-        let cached = lock(&self.cache).cached(chunks) * CHUNK_TOKENS;
-        tokens.saturating_sub(cached as u64).max(1)
+    /// Returns true if the instance is known to have several data parallel ranks, as Mooncake
+    /// instances tell.
+    fn has_ranks(&self) -> bool {
+        matches!(&*lock(&self.kind), PrefillKind::Mooncake(targets) if targets.len() > 1)
     }
 
     /// Records the prompt of a request that is sent to the instance.
@@ -404,6 +402,18 @@ impl Instance {
                 (Some(one), Some(other)) => one == other,
                 _ => true,
             }
+    }
+
+    /// Returns for how many tokens the instance is busy with a request of `tokens`, whose prompt has
+    /// these chunks: those that it has not cached, but at least a part, since it loads and sends
+    /// cached ones as well.
+    pub(super) fn uncached(&self, tokens: u64, chunks: &[u64]) -> u64 {
+        // Each rank has a cache of its own, and ranks take turns.
+        if chunks.is_empty() || self.setup.ranks > 1 || self.state.has_ranks() {
+            return tokens;
+        }
+        let cached = (lock(&self.state.cache).cached(chunks) * CHUNK_TOKENS) as u64;
+        tokens.saturating_sub(cached).max(tokens / LEAST_PART).max(1)
     }
 
     /// Assigns a request of `tokens` to the instance, if it still accepts requests.

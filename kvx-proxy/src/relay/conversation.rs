@@ -11,6 +11,7 @@ use kvx_vllm::params::recipe::Answer;
 use serde_json::Value;
 use sha2::{Digest as _, Sha256};
 
+use crate::request::changes_the_prompt;
 use crate::request::json::{JsonObject, for_each, get, hash_into, with_text};
 
 /// The time for which a vLLM decode instance holds the blocks (`decoder_kv_blocks_ttl` is 480 s),
@@ -107,38 +108,12 @@ enum TurnText {
     Prompt(usize, Hash),
 }
 
-/// Keys that affect the generated answer or its format, but never the blocks of the prompt.
-const OF_THE_ANSWER: [&str; 22] = [
-    "conversation_id",
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "logprobs",
-    "max_completion_tokens",
-    "max_tokens",
-    "min_p",
-    "min_tokens",
-    "n",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_k",
-    "top_logprobs",
-    "top_p",
-    "user",
-];
-
 /// Hashes all other keys of a body. Another model, other tools, template arguments or a cache salt
 /// produce other blocks for the same text.
 fn hash_of_rest(body: &JsonObject) -> Hash {
     let mut hash = Sha256::new();
     for (key, value) in body.iter() {
-        if !matches!(key, "messages" | "prompt") && !OF_THE_ANSWER.contains(&key) {
+        if changes_the_prompt(key) {
             hash_into(&mut hash, Value::from(key).to_string().as_bytes());
             hash_into(&mut hash, value);
         }

@@ -1,6 +1,7 @@
 //! JSON of clients that stays text. Values take many times the memory of their text, so the proxy
 //! parses only what it decides by, and keeps slices of the received bytes.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -305,6 +306,27 @@ pub(crate) fn get<'a>(json: &'a str, key: &str) -> Option<&'a str> {
         }
     }
     serde_json::Deserializer::from_str(json).deserialize_map(Field(key)).ok().flatten()
+}
+
+/// Calls `each` with the keys and values of an object, in their order.
+pub(crate) fn for_each_field<'a>(json: &'a str, each: impl FnMut(&str, &'a str)) {
+    struct Pairs<F>(F);
+    impl<'de, F: FnMut(&str, &'de str)> Visitor<'de> for Pairs<F> {
+        type Value = ();
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("an object")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
+            while let Some((key, value)) = map.next_entry::<Cow<'de, str>, &RawValue>()? {
+                (self.0)(&key, value.get());
+            }
+            Ok(())
+        }
+    }
+    // It fails for another value, which has no fields.
+    let _ = serde_json::Deserializer::from_str(json).deserialize_map(Pairs(each));
 }
 
 /// A comparison with a text, without a copy.

@@ -48,9 +48,37 @@ pub(crate) struct PromptKey {
 /// The key of requests without a prompt that is known.
 pub(crate) static NO_PROMPT: PromptKey = PromptKey { prefix: 0, chunks: Vec::new() };
 
-/// Fields from which an instance makes the prompt besides its text, or that divide its cache.
-const BESIDE_TEXT: [&str; 6] =
-    ["model", "tools", "documents", "chat_template", "chat_template_kwargs", "cache_salt"];
+/// Keys that affect the generated answer or its format, but never the blocks of the prompt.
+const OF_THE_ANSWER: [&str; 22] = [
+    "conversation_id",
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "logprobs",
+    "max_completion_tokens",
+    "max_tokens",
+    "min_p",
+    "min_tokens",
+    "n",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_k",
+    "top_logprobs",
+    "top_p",
+    "user",
+];
+
+/// Returns true if a field, besides the prompt, may change the blocks that an instance computes for
+/// the same text.
+pub(crate) fn changes_the_prompt(key: &str) -> bool {
+    !matches!(key, "messages" | "prompt") && !OF_THE_ANSWER.contains(&key)
+}
 
 impl CompletionRequest {
     /// Parses a body. Hashes the prompt up to about its first `prefix_tokens` tokens.
@@ -77,7 +105,7 @@ impl CompletionRequest {
             new_tokens: new_tokens.min(1 << 20),
             prompt: PromptKey {
                 prefix: choice::hash(&prompt.beginning(prefix_tokens)),
-                chunks: prompt.chunks(BESIDE_TEXT.iter().filter_map(|key| body.get(key))),
+                chunks: prompt.chunks(body.iter().filter(|(key, _)| changes_the_prompt(key))),
             },
             conversation: short_text(&body, "conversation_id", ID).filter(|id| !id.is_empty()),
             body,
@@ -451,10 +479,25 @@ mod tests {
         assert_eq!(short.len(), 200 * 17 / 1024, "whole chunks only");
         let long = chat(text(300, "b"), none());
         assert_eq!(long[..3], short[..]);
-        let other = chat(text(199, "An end that differs."), none());
-        assert!(other[..2] == short[..2] || other[2] != short[2]);
+        let middle = chat(text(100, "X") + &text(100, ""), none());
+        assert!(middle[0] == short[0] && middle[1] != short[1], "they differ in the second chunk");
         let tools = chat(text(200, "a"), serde_json::json!([{"type": "function"}]));
         assert!(tools.iter().all(|chunk| !short.contains(chunk)), "the template writes them first");
+        let with_image = |image: &str| {
+            let parts = serde_json::json!([
+                {"type": "image_url", "image_url": {"url": image}},
+                {"type": "text", "text": text(200, "")},
+            ]);
+            chunks(serde_json::json!({"messages": [{"role": "user", "content": parts}]}))
+        };
+        let (one, other) = (with_image("data:1"), with_image("data:2"));
+        assert!(one.iter().all(|chunk| !other.contains(chunk)), "images are a part of the prompt");
+        let role = serde_json::json!([{"role": text(2000, ""), "content": text(100, "")}]);
+        assert_eq!(
+            chunks(serde_json::json!({"messages": role})).len(),
+            1,
+            "a role is not computed"
+        );
         let ids: Vec<u32> = (0..600).collect();
         let of_ids = chunks(serde_json::json!({"prompt": ids}));
         assert_eq!(of_ids.len(), 2, "a token has one number");

@@ -1,11 +1,10 @@
 //! A request's prompt: estimates its length and reads its beginning, without a copy of it.
 
-use std::hash::{BuildHasher as _, RandomState};
+use std::hash::{BuildHasher as _, DefaultHasher, Hasher as _, RandomState};
 use std::sync::LazyLock;
 
-use super::json::{JsonObject, for_each, get, with_text};
+use super::json::{JsonObject, for_each, for_each_field, get, with_text};
 use crate::fleet::cache_model::CHUNK_TOKENS;
-use crate::fleet::choice;
 
 /// The average number of bytes in a token of text.
 const BYTES_PER_TOKEN: usize = 4;
@@ -71,65 +70,87 @@ impl<'a> Prompt<'a> {
     /// beginnings must give equal bytes.
     pub(super) fn beginning(&self, tokens: usize) -> Vec<u8> {
         let mut beginning = Vec::new();
-        let put = |part: &[u8]| beginning.extend_from_slice(part);
-        self.read(&mut TextReader { left: tokens.saturating_mul(BYTES_PER_TOKEN), put });
+        self.read(tokens.saturating_mul(BYTES_PER_TOKEN), &mut beginning);
         beginning
     }
 
-    /// Returns the hashes of the prompt up to the end of each whole chunk, and of `other` content.
-    pub(super) fn chunks<'b>(&self, other: impl Iterator<Item = &'b str>) -> Vec<u64> {
-        let mut chunks = Chunks { hash: *KEY, word: [0; 8], len: 0, ends: Vec::new() };
-        other.for_each(|text| chunks.seed(text.as_bytes()));
-        let left = MOST_CHUNKS * Chunks::BYTES;
-        self.read(&mut TextReader { left, put: |part: &[u8]| chunks.put(part) });
+    /// Returns the hashes of the prompt up to the end of each whole chunk. They depend on the
+    /// `other` fields of the body, too.
+    pub(super) fn chunks<'b>(&self, other: impl Iterator<Item = (&'b str, &'b [u8])>) -> Vec<u64> {
+        let mut chunks = ChunkHasher { hasher: KEY.build_hasher(), len: 0, ends: Vec::new() };
+        other.for_each(|(key, json)| chunks.other(key, json));
+        self.read(MOST_CHUNKS * ChunkHasher::CHUNK, &mut chunks);
+        // Texts that instances do not compute, such as a long role, do not count as tokens.
+        chunks.ends.truncate(self.tokens() as usize / CHUNK_TOKENS);
         chunks.ends
     }
 
-    fn read(&self, into: &mut TextReader<impl FnMut(&[u8])>) {
+    /// Passes on the content until `left` bytes of text have been passed.
+    fn read(&self, left: usize, into: &mut impl ContentSink) {
+        let mut reader = ContentReader { left, into };
         match self {
             Prompt::None => {}
-            Prompt::Value(value) => into.read(value, OF_A_MESSAGE),
+            Prompt::Value(value) => reader.read(value, OF_A_MESSAGE),
             Prompt::Messages(messages) => for_each(messages, |message| {
-                into.read(message, OF_A_MESSAGE);
-                into.left > 0
+                reader.read(message, OF_A_MESSAGE);
+                reader.left > 0
             }),
         }
     }
 }
 
-/// The beginning of all hashes of this process. Clients do not know it, so they cannot choose prompts
-/// whose hashes share a place in a table.
-static KEY: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one("chunks of prompts"));
+/// The key of this process's hashes. Clients do not know it, so they cannot choose prompts whose
+/// hashes are equal or share a place in a table.
+static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
-/// Hashes the text of a prompt in chunks.
-struct Chunks {
-    hash: u64,
-    /// The bytes that are not hashed yet.
-    word: [u8; 8],
-    /// The number of bytes so far.
+/// Takes the content of a prompt.
+trait ContentSink {
+    /// Takes text.
+    fn text(&mut self, text: &[u8]);
+
+    /// Takes the JSON of content that is not text.
+    fn other(&mut self, key: &str, json: &[u8]);
+}
+
+impl ContentSink for Vec<u8> {
+    fn text(&mut self, text: &[u8]) {
+        self.extend_from_slice(text);
+    }
+
+    fn other(&mut self, _: &str, _: &[u8]) {}
+}
+
+/// Hashes a prompt in chunks of its text.
+struct ChunkHasher {
+    hasher: DefaultHasher,
+    /// The length of the text so far.
     len: usize,
     ends: Vec<u64>,
 }
 
-impl Chunks {
-    const BYTES: usize = CHUNK_TOKENS * BYTES_PER_TOKEN;
+impl ChunkHasher {
+    /// The bytes in a chunk.
+    const CHUNK: usize = CHUNK_TOKENS * BYTES_PER_TOKEN;
+}
 
-    fn seed(&mut self, text: &[u8]) {
-        self.hash = choice::mix(self.hash.rotate_left(1) ^ choice::hash(text));
+impl ContentSink for ChunkHasher {
+    fn text(&mut self, mut text: &[u8]) {
+        while !text.is_empty() {
+            let left = Self::CHUNK - self.len % Self::CHUNK;
+            let (now, later) = text.split_at(left.min(text.len()));
+            self.hasher.write(now);
+            self.len += now.len();
+            if self.len.is_multiple_of(Self::CHUNK) {
+                self.ends.push(self.hasher.finish());
+            }
+            text = later;
+        }
     }
 
-    fn put(&mut self, text: &[u8]) {
-        for byte in text {
-            self.word[self.len % 8] = *byte;
-            self.len += 1;
-            if self.len.is_multiple_of(8) {
-                let word = u64::from_le_bytes(self.word);
-                self.hash = (self.hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
-            }
-            if self.len.is_multiple_of(Self::BYTES) {
-                self.hash = choice::mix(self.hash);
-                self.ends.push(self.hash);
-            }
+    fn other(&mut self, key: &str, json: &[u8]) {
+        for part in [key.as_bytes(), json] {
+            self.hasher.write_usize(part.len());
+            self.hasher.write(part);
         }
     }
 }
@@ -161,13 +182,16 @@ fn tokens_of_content(content: &str) -> u64 {
     tokens
 }
 
-/// Passes on the texts in a prompt until `left` bytes have been passed.
-struct TextReader<Put> {
+/// The keys of messages and their parts that have text.
+const WITH_TEXT: [&str; 3] = ["role", "content", "text"];
+
+/// Passes on the content of a prompt until `left` bytes of text have been passed.
+struct ContentReader<'a, Sink> {
     left: usize,
-    put: Put,
+    into: &'a mut Sink,
 }
 
-impl<Put: FnMut(&[u8])> TextReader<Put> {
+impl<Sink: ContentSink> ContentReader<'_, Sink> {
     /// Reads a value. Every level of lists and objects is parsed again, so their number is limited.
     fn read(&mut self, json: &str, levels: usize) {
         match json.as_bytes().first() {
@@ -183,7 +207,12 @@ impl<Put: FnMut(&[u8])> TextReader<Put> {
                 });
             }
             Some(b'{') if levels > 0 => {
-                for key in ["role", "content", "text"] {
+                for_each_field(json, |key, value| {
+                    if !WITH_TEXT.contains(&key) {
+                        self.into.other(key, value.as_bytes());
+                    }
+                });
+                for key in WITH_TEXT {
                     if let Some(inner) = get(json, key) {
                         self.read(inner, levels - 1);
                     }
@@ -200,6 +229,6 @@ impl<Put: FnMut(&[u8])> TextReader<Put> {
     fn pass(&mut self, text: &[u8]) {
         let text = &text[..text.len().min(self.left)];
         self.left -= text.len();
-        (self.put)(text);
+        self.into.text(text);
     }
 }

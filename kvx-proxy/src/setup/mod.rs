@@ -129,7 +129,7 @@ impl Choice {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Choice {
-    /// The instance that would have computed the prompt first: that has the fewest tokens to
+    /// The instance that would finish computing the prompt first: that has the fewest tokens to
     /// compute, those of the prompt included that are not in its cache, for its weight. The router
     /// knows the cache by the prompts that it has sent there.
     #[default]

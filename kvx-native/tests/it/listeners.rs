@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::violations::greet;
 use kvx_core::backend::Invitation;
 use kvx_core::{Agent, Memory, Options, Registry, Secret};
-use kvx_testkit::{AttackBytes, Bounds, Failure, Listener, connect_from, readers, test};
+use kvx_testkit::{
+    ATTACKER_CONNECTS, AttackBytes, Bounds, Failure, Listener, connect_from, readers, test,
+};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
@@ -97,8 +99,9 @@ fn unauthenticated_peers_of_tcp_cost_little() -> Result<(), Failure> {
         longest: claim(HELLO, 1024),
         ..AttackBytes::default()
     };
-    let connection =
-        |metadata: &[u8]| Ok(connect_from(Ipv4Addr::LOCALHOST, address_in(metadata))?.into());
+    let connection = |metadata: &[u8]| {
+        Ok(connect_from(Ipv4Addr::LOCALHOST, address_in(metadata), ATTACKER_CONNECTS)?.into())
+    };
     attack("TCP", Kind::Tcp, connection, &bytes, Bounds::new(512, HANDSHAKE))
 }
 

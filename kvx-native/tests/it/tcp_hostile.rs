@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 use std::net::{Ipv4Addr, TcpListener};
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use crate::tcp_pair;
 use crate::tcp_pair::raw::*;
@@ -117,7 +118,10 @@ fn half_open_connections_of_one_address_are_closed_before_those_of_others() {
     let mut elsewhere = Raw::connect(address);
     let crowd: Vec<_> = (0..600)
         .map(|_| {
-            let mut raw = Raw::of(connect_from(Ipv4Addr::new(127, 0, 0, 2), address).unwrap());
+            let mut raw = Raw::of(
+                connect_from(Ipv4Addr::new(127, 0, 0, 2), address, Duration::from_secs(10))
+                    .unwrap(),
+            );
             raw.send(&hello(&invitation_of(&pair.owner))[..10]);
             raw
         })

@@ -30,6 +30,7 @@ pub use self::clients::Client;
 use self::clients::{Rounds, work_until};
 use self::usage::{PeakUsage, ServerUsage, watch_until};
 use crate::check::{CUT_OFF, Check, Failure, ensure};
+use crate::stopwatch::Stopwatch;
 
 /// The memory that a byte from an attacker may cost.
 const PER_BYTE: u64 = 4;
@@ -69,7 +70,7 @@ const UNREAD: usize = 4 << 20;
 /// The number of descriptors that this process needs at most.
 const DESCRIPTORS: u64 = 4096;
 /// How long a connection may wait to be accepted before an attacker tries the next one.
-const CONNECT: Duration = Duration::from_millis(250);
+pub const ATTACKER_CONNECTS: Duration = Duration::from_millis(250);
 
 /// How an attacker connects.
 type Connect<'a> = dyn Fn() -> io::Result<OwnedFd> + Sync + 'a;
@@ -169,14 +170,18 @@ impl fmt::Display for Cost {
     }
 }
 
-/// Connects from an address of this host.
+/// Connects from an address of this host within a time limit.
 ///
 /// # Errors
 /// Those of the operating system, or `InProgress` if the connection is not accepted in time.
-pub fn connect_from(from: Ipv4Addr, to: impl Into<SocketAddr>) -> io::Result<TcpStream> {
+pub fn connect_from(
+    from: Ipv4Addr,
+    to: impl Into<SocketAddr>,
+    limit: Duration,
+) -> io::Result<TcpStream> {
     let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     bind(&socket, &SocketAddr::from((from, 0)))?;
-    set_socket_timeout(&socket, Timeout::Send, Some(CONNECT))?;
+    set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
     connect(&socket, &to.into())?;
     set_socket_timeout(&socket, Timeout::Send, None)?;
     Ok(socket.into())
@@ -293,8 +298,10 @@ impl<'a> Siege<'a> {
             self.stage("lengths without content", say(FEW, &[prelude, claim]))?;
         }
         let crowd = self.stage("silent connections", say(self.bounds.crowd, &[]))?;
+        let (came, places) = (crowd.len(), self.bounds.connections);
+        ensure!(came > places, "a crowd of {came} does not fill the {places} places");
         drop(crowd);
-        self.connections_end("their end", Instant::now(), Duration::ZERO)?;
+        self.connections_end("their end", &Stopwatch::start()?, Duration::ZERO)?;
         self.stage("random bytes", self.attackers.say_random(FEW, RANDOM))?;
         let silent = say(FEW, &[]);
         let half = &message[..message.len() / 2];
@@ -379,32 +386,32 @@ impl<'a> Siege<'a> {
     /// Opens and closes connections while others send single bytes, and checks that all connections
     /// that still exist end in time.
     fn outlast(&self, slow: &[Attacker<'_>], bytes: &AttackBytes) -> Check {
-        let (opened, end) = (Instant::now(), AtomicBool::new(false));
+        let (watch, opened, end) = (Stopwatch::start()?, Instant::now(), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let _ended = SetOnDrop(&end);
             scope.spawn(|| drip(slow, &end));
             self.attackers.storm(bytes, opened + STORM);
             self.holds("connections that close at once")?;
             match self.bounds.time {
-                Some(time) => self.connections_end("their time limit", opened, time),
+                Some(time) => self.connections_end("their time limit", &watch, time),
                 None => Ok(()),
             }
         })
     }
 
     /// Waits until the server has closed the connections of attackers that have reached an end.
-    fn connections_end(&self, end: &str, opened: Instant, time: Duration) -> Check {
+    fn connections_end(&self, end: &str, watch: &Stopwatch, time: Duration) -> Check {
         let allowed = self.before.descriptors + KEPT_DESCRIPTORS + self.bounds.spare;
         loop {
             let now = ServerUsage::of(self.process)?.descriptors;
             if now <= allowed {
                 return Ok(());
             }
+            let took = watch.read();
             ensure!(
-                opened.elapsed() < time + LATE,
+                took.within(time + LATE),
                 "connections of attackers outlast {end}: the server has {now} descriptors after \
-                 {:.1?}, {allowed} are allowed",
-                opened.elapsed()
+                 {took}, {allowed} are allowed"
             );
             std::thread::sleep(Duration::from_millis(20));
         }

@@ -4,7 +4,9 @@ use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{AttackBytes, Bounds, Child, Client, Failure, Listener, connect_from, test};
+use kvx_testkit::{
+    ATTACKER_CONNECTS, AttackBytes, Bounds, Child, Client, Failure, Listener, connect_from, test,
+};
 
 /// The variable with the flaw of a server.
 const FLAW: &str = "KVX_TESTKIT_FLAW";
@@ -177,7 +179,7 @@ fn attack(flaw: &str) -> Result<(), Failure> {
             }),
         ],
     }
-    .attack(|| Ok(connect_from(Ipv4Addr::LOCALHOST, at)?.into()), &bytes)?;
+    .attack(|| Ok(connect_from(Ipv4Addr::LOCALHOST, at, ATTACKER_CONNECTS)?.into()), &bytes)?;
     println!("{cost}");
     Ok(())
 }

@@ -14,7 +14,7 @@ use crate::serve::server::{LIMIT, Server, ServerArgs, model};
 const OTHER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
 
 fn connect(from: Ipv4Addr, port: u16) -> TcpStream {
-    let stream = connect_from(from, (Ipv4Addr::LOCALHOST, port)).unwrap();
+    let stream = connect_from(from, (Ipv4Addr::LOCALHOST, port), LIMIT).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
     stream
 }

@@ -72,7 +72,7 @@ fn connections_of_others_do_not_fail_the_loads_of_decodes() {
         let mut crowd = Vec::new();
         for _ in 0..5 {
             let other = Ipv4Addr::new(127, 0, 0, 2);
-            let mut stream = connect_from(other, (Ipv4Addr::LOCALHOST, port)).unwrap();
+            let mut stream = connect_from(other, (Ipv4Addr::LOCALHOST, port), LIMIT).unwrap();
             stream.set_write_timeout(Some(LIMIT)).unwrap();
             let head = [&[2][..], &(LONGEST as u64).to_be_bytes()].concat();
             // All but the last byte of the longest question. An error: it was closed.

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use kvx_connector::{JoinedRank, Rank};
 use kvx_testkit::{
-    AttackBytes, Bounds, Check, Child, Client, Failure, Listener, connect_from, free_port,
-    is_own_process, run_in_own_process,
+    ATTACKER_CONNECTS, AttackBytes, Bounds, Check, Child, Client, Failure, Listener, connect_from,
+    free_port, is_own_process, run_in_own_process,
 };
 use kvx_vllm::engine::WorkerRank;
 use libtest_mimic::Trial;
@@ -74,7 +74,7 @@ fn attack() -> Check {
             }),
         ],
     }
-    .attack(|| Ok(connect_from(ELSEWHERE, at)?.into()), &bytes)?;
+    .attack(|| Ok(connect_from(ELSEWHERE, at, ATTACKER_CONNECTS)?.into()), &bytes)?;
     eprintln!("{cost}");
     assert!(joined.len() > 2, "{} ranks have joined", joined.len());
     Ok(())

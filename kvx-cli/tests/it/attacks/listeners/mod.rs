@@ -11,7 +11,7 @@ use std::net::Ipv4Addr;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use kvx_testkit::{AttackBytes, Failure, Listener, connect_from};
+use kvx_testkit::{ATTACKER_CONNECTS, AttackBytes, Failure, Listener, connect_from};
 
 /// The second address of the loopback interface, for attackers whose address has a limit.
 const ELSEWHERE: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
@@ -23,7 +23,7 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 
 /// Opens connections of attackers at this address to a port of this host.
 fn from(address: Ipv4Addr, port: u16) -> impl Fn() -> io::Result<OwnedFd> + Sync {
-    move || Ok(connect_from(address, (Ipv4Addr::LOCALHOST, port))?.into())
+    move || Ok(connect_from(address, (Ipv4Addr::LOCALHOST, port), ATTACKER_CONNECTS)?.into())
 }
 
 fn attack(

@@ -106,15 +106,20 @@ struct ClientConnections(VecDeque<ClientConnection>);
 impl ClientConnections {
     /// Closes a connection if there are [`CONNECTIONS`].
     fn make_room(&mut self) {
-        self.0.retain(|one| !one.task.is_finished());
+        self.remove_ended();
         if self.0.len() >= CONNECTIONS {
             self.close_one();
         }
     }
 
+    fn remove_ended(&mut self) {
+        self.0.retain(|one| !one.task.is_finished());
+    }
+
     /// Closes the oldest connection of the address that has most, if possible one of a client that
     /// has not proved the secret.
     fn close_one(&mut self) {
+        self.remove_ended();
         let mut crowds = HashMap::<IpAddr, usize>::new();
         for one in &self.0 {
             *crowds.entry(one.from).or_default() += 1;

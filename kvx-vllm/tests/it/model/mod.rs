@@ -92,7 +92,12 @@ struct Report {
 fn hold(name: &str, scene: Scene, depth: Option<usize>) -> Report {
     let start = Instant::now();
     let sights = scene.sights();
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    // Several threads may first reach a state on a longer path, and would not look beyond it at the
+    // depth's end.
+    let threads = match depth {
+        Some(_) => 1,
+        None => std::thread::available_parallelism().map_or(1, usize::from),
+    };
     let checker = scene.checker().threads(threads).finish_when(HasDiscoveries::AnyFailures);
     let checker = match depth {
         Some(depth) => checker.target_max_depth(depth + 2),

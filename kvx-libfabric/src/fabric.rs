@@ -1,5 +1,6 @@
 //! libfabric as a `Fabric` of kvx-backend.
 
+use std::collections::HashSet;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -204,11 +205,16 @@ impl LibfabricFabric {
         new
     }
 
-    /// Posts the reads that prove writes, as many as the provider takes.
+    /// Posts the reads that prove writes, as many as the provider takes. A peer that takes none now
+    /// delays no other peer's.
     fn post_read_backs(&mut self) {
-        while let Some(read) = self.read_backs.next() {
+        // Each refused read costs a call of the provider, so one is enough for all to that peer.
+        let mut refused: HashSet<(EndpointId, usize)> = HashSet::new();
+        for _ in 0..self.read_backs.waiting() {
+            let Some(read) = self.read_backs.next() else { return };
             let WaitingRead { job, endpoint, byte } = read;
             let posted = match self.peers.of(endpoint) {
+                Some(_) if refused.contains(&(endpoint, byte.rail)) => Ok(PostOutcome::Later),
                 Some(peer) => {
                     let posted = self.rails[byte.rail].read_back(job, peer, byte.remote);
                     let what = "libfabric could not read a written byte back";
@@ -219,9 +225,9 @@ impl LibfabricFabric {
             match posted {
                 Ok(PostOutcome::Posted) => {}
                 Ok(PostOutcome::Later) => {
+                    refused.insert((endpoint, byte.rail));
                     self.read_backs.put_back(read);
                     self.schedule_retry(endpoint);
-                    return;
                 }
                 Err(why) => self.broken.extend(self.read_backs.end(job, Err(why))),
             }
@@ -495,7 +501,7 @@ unsafe impl Fabric for LibfabricFabric {
                 WaitMethod::Descriptor(_) | WaitMethod::Never => {}
             }
         }
-        if self.read_backs.are_waiting() {
+        if self.read_backs.waiting() > 0 {
             longest = Some(longest.map_or(RETRIES.1, |longest| longest.min(RETRIES.1)));
         }
         if let Some((_, at)) = &self.retry {
@@ -526,6 +532,8 @@ unsafe impl Fabric for LibfabricFabric {
 
 #[cfg(test)]
 mod early_completions;
+#[cfg(test)]
+mod full_window;
 #[cfg(test)]
 mod strict;
 #[cfg(test)]

@@ -394,6 +394,16 @@ impl Rail {
     }
 }
 
+#[cfg(test)]
+impl Rail {
+    /// Counts pieces to a peer until no more fit, as if it had stopped.
+    pub(crate) fn fill_window(&mut self, peer: usize) {
+        while self.pieces.fit(peer, 1) {
+            self.pieces.add(peer, 1);
+        }
+    }
+}
+
 impl Drop for Rail {
     fn drop(&mut self) {
         self.close();

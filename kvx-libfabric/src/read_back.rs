@@ -80,9 +80,9 @@ impl ReadBacks {
         self.written.remove(&job).unwrap_or_default()
     }
 
-    /// Returns whether reads are not posted yet.
-    pub(crate) fn are_waiting(&self) -> bool {
-        !self.waiting.is_empty()
+    /// Returns the number of reads that are not posted yet.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting.len()
     }
 
     /// Takes the next read to post.
@@ -90,9 +90,10 @@ impl ReadBacks {
         self.waiting.pop_front()
     }
 
-    /// Puts a read back that the provider could not take now.
+    /// Puts a read back that the provider could not take now, behind the others. Those that wait
+    /// keep their order if each is taken once.
     pub(crate) fn put_back(&mut self, read: WaitingRead) {
-        self.waiting.push_front(read);
+        self.waiting.push_back(read);
     }
 
     /// Records the end of a read. Returns the event that reports the end of the job's last one.
@@ -162,7 +163,7 @@ mod tests {
         reads.note_written(job, 1, &[piece(7, 4096, 100)]);
         reads.note_written(JobId::from_number(4), 0, &[piece(9, 0, 8)]);
         assert!(reads.start(job, endpoint) && !reads.start(job, endpoint));
-        assert!(reads.are_waiting());
+        assert_eq!(reads.waiting(), 3);
         let read = std::iter::from_fn(|| reads.next());
         let read: Vec<_> = read
             .map(|read| (read.job, read.byte.rail, read.byte.remote.key, read.byte.remote.address))

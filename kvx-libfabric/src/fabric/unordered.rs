@@ -197,19 +197,17 @@ fn open_unordered(agent: Context) -> Result<Arc<dyn Transport>> {
 }
 
 /// Writes scattered blocks with a notification, repeatedly: when the notification arrives, all
-/// blocks have arrived.
-pub(crate) fn notifications_wait(test: &str, options: &str, factory: OpenedBy) {
+/// blocks have arrived. Returns false if the provider is not available here.
+pub(crate) fn notifications_wait(test: &str, options: &str, factory: OpenedBy) -> bool {
     const BLOCK: u64 = 1024;
     const BLOCKS: u32 = 1000;
     let mut registry = Registry::new();
     registry.add(factory).unwrap();
     let options = Options::parse(options).unwrap();
     if let Err(why) = registry.require("LIBFABRIC", &options) {
-        return kvx_testkit::skip(
-            test,
-            &why.to_string(),
-            "cargo xtask test --install on Debian 12",
-        );
+        let cure = "cargo xtask test --install on Debian 12";
+        kvx_testkit::skip(test, &why.to_string(), cure);
+        return false;
     }
     let agent = |name: &str| {
         let builder = Agent::builder(name).backends(["LIBFABRIC"]).options(options.clone());
@@ -240,6 +238,7 @@ pub(crate) fn notifications_wait(test: &str, options: &str, factory: OpenedBy) {
         assert_eq!(missing, 0, "bytes were missing when the notification of round {round} arrived");
         transfer.wait_blocking(PATIENCE).unwrap();
     }
+    true
 }
 
 #[test]

@@ -24,6 +24,8 @@ struct Prohibition {
     /// The first version of the library that knows it.
     since: Version,
     concerns: fn(&Info) -> bool,
+    /// The consequence of a refusal, unless that only costs time.
+    danger: Option<&'static str>,
 }
 
 const PROHIBITIONS: &[Prohibition] = &[
@@ -33,6 +35,7 @@ const PROHIBITIONS: &[Prohibition] = &[
         what: "calls of the CUDA driver",
         since: Version::of(1, 18),
         concerns: Info::has_devices,
+        danger: None,
     },
     // Within a host, EFA would use the provider shm, in which a killed process can block its peers.
     Prohibition {
@@ -40,16 +43,19 @@ const PROHIBITIONS: &[Prohibition] = &[
         what: "shared memory",
         since: Version::of(1, 21),
         concerns: |info| info.provider() == "efa",
+        danger: Some(
+            "a killed process can block its peers on this host, unless FI_EFA_ENABLE_SHM_TRANSFER is 0",
+        ),
     },
 ];
 
 /// Sets kvx's options of an endpoint that is not enabled yet. A provider that refuses one keeps its
-/// default, which is safe but slower.
+/// default.
 ///
 /// # Safety
 /// The endpoint is open.
 pub(super) unsafe fn set(endpoint: *mut fid_ep, info: &Info, library: Version) {
-    for Prohibition { name, what, .. } in prohibitions(info, library) {
+    for Prohibition { name, what, danger, .. } in prohibitions(info, library) {
         let (no, level) = (false, FI_OPT_ENDPOINT);
         // SAFETY: the endpoint is open and begins with its `fid`; the provider reads one boolean.
         let answer = unsafe {
@@ -63,7 +69,16 @@ pub(super) unsafe fn set(endpoint: *mut fid_ep, info: &Info, library: Version) {
             )
         };
         if let Err(errno) = Errno::check(answer) {
-            tracing::debug!(what, ?errno, "the provider does not let kvx prohibit this");
+            match danger {
+                Some(danger) => tracing::warn!(
+                    ?errno,
+                    "{} does not let kvx prohibit {what}: {danger}",
+                    info.provider()
+                ),
+                None => {
+                    tracing::debug!(what, ?errno, "the provider does not let kvx prohibit this");
+                }
+            }
         }
     }
 }

@@ -161,7 +161,7 @@ impl LibfabricFabric {
                     }
                     RailEvent::ReadBack { job, peer, failed } => {
                         let result = failed.map_or(Ok(()), |failed| {
-                            Err(peer_error("a byte to prove a write", peer, failed, &mut lost))
+                            Err(peer_error("the byte that proves a write", peer, failed, &mut lost))
                         });
                         events.extend(read_backs.end(job, result));
                     }

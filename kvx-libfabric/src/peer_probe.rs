@@ -2,7 +2,7 @@
 //!
 //! libfabric's connectionless endpoints connect implicitly, and retry forever if no process listens
 //! (seen with `tcp;ofi_rxm` of 1.17). So when a peer has accepted no message for a while, kvx
-//! connects to it with a separate socket, if the provider listens at one of the kernel's TCP.
+//! connects to it with a separate socket, if the provider listens on a TCP port of the kernel.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::OwnedFd;

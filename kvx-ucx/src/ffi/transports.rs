@@ -69,7 +69,8 @@ impl Endpoint {
             return None;
         }
         let found = (attributes.count as usize).min(MAX_LANES);
-        // SAFETY: UCX has written that many entries, whose texts live as long as the worker.
+        // SAFETY: UCX has written that many entries. Their texts belong to the context, which lives
+        // as long as the worker, and the worker is alive.
         let lane = |Entry { transport, device }: &Entry| unsafe {
             Some(LaneTransport { transport: text(*transport)?, device: text(*device)? })
         };

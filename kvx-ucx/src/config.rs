@@ -17,7 +17,7 @@
 //! | `RNDV_THRESH=inf` | kvx sends no message by rendezvous. With rendezvous on and peer failures reported, UCX refuses zero-copy lanes whose registrations cannot be invalidated, such as cma and tcp, and emulates gets and puts |
 //! | `MM_ERROR_HANDLING=y` | shared memory can report peer failures; UCX does not use it otherwise |
 //! | `KEEPALIVE_INTERVAL=1s` | how often UCX checks a peer that is silent on its lanes; UCX's default is 20 s |
-//! | `IB_FORK_INIT=n` | with it, pages that hold registered memory are missing in forked children, which crash if other data is in the same pages. Set if there is a card, since Linux 5.13, which copies pinned pages at a fork |
+//! | `IB_FORK_INIT=n` | otherwise pages that hold registered memory can be missing in forked children, which crash if other data is in the same pages. Set if there is a card, since Linux 5.13, which copies pinned pages at a fork |
 //! | `TCP_TX_SEG_SIZE=256k`, `TCP_RX_SEG_SIZE=256k` | doubles the rate of emulated gets over tcp, at the cost of buffers of this size per connection |
 
 use std::path::{Path, PathBuf};
@@ -35,8 +35,9 @@ const DEFAULTS: &[(&str, &str, &[&str])] = &[
     ("TCP_RX_SEG_SIZE", "256k", &[]),
 ];
 
-/// A default on machines with RDMA cards whose kernels copy pinned pages at a fork. UCX warns of it
-/// elsewhere.
+/// A default on machines with RDMA cards whose kernels copy pinned pages at a fork. A UCX that asks
+/// libibverbs whether they do has no use for it. Another one warns at each fork that data may be
+/// corrupted, which cannot happen with such a kernel.
 const NO_FORK_INIT: &[(&str, &str, &[&str])] = &[("IB_FORK_INIT", "n", &[])];
 
 /// The number of progress threads without the option `num_threads`.

@@ -5,10 +5,10 @@
 //! clock that counts instructions, so that deadlines hold however busy this machine is.
 
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
+use std::{fs, io};
 
 use clap::Args;
 
@@ -87,7 +87,12 @@ pub(crate) fn run(options: &RdmaOptions) -> Result<bool> {
         job(options, &programs(&folder)?, &libraries, &fs::read_to_string(script("clauses.sh"))?)?;
     fs::write(out.join("job"), job)?;
     for old in ["results", "said", "status"] {
-        fs::remove_file(out.join(old)).ok(); // absent before the first run
+        // They are absent before the first run.
+        if let Err(why) = fs::remove_file(out.join(old))
+            && why.kind() != io::ErrorKind::NotFound
+        {
+            return Err(format!("could not remove {old} of an earlier run: {why}").into());
+        }
     }
     let limit = if options.all { LIMITS.1 } else { LIMITS.0 };
     let finished = process::run(machine(&folder, &out), limit, Output::Shown)?;
@@ -144,9 +149,9 @@ fn job(
     let program = |package: &str| {
         let found = programs.iter().find(|(name, _)| name == package);
         let (_, path) = found.ok_or_else(|| format!("cargo has built no program of {package}"))?;
-        Ok::<_, Box<dyn std::error::Error>>(path.display())
+        Ok::<_, Box<dyn std::error::Error>>(quoted(&path.display().to_string()))
     };
-    let libraries = libraries.display();
+    let libraries = quoted(&libraries.display().to_string());
     let mut job = format!(
         "{clauses}
 export KVX_RDMA_TEST=1 KVX_UCX_TEST_VERSION=UCX-verbs KVX_UCX_TEST_SUITES=1 UCX_LOG_LEVEL=fatal
@@ -165,8 +170,9 @@ export FI_PROVIDER_PATH={libraries}/libfabric FI_UNIVERSE_SIZE=16
             let pattern = if label.contains(part) { usual } else { part };
             writeln!(
                 job,
-                "clauses {} {label} '{pattern}' {}",
+                "clauses {} {label} {} {}",
                 program(package)?,
+                quoted(pattern),
                 TEST_LIMIT.as_secs()
             )?;
         }
@@ -182,6 +188,11 @@ export FI_PROVIDER_PATH={libraries}/libfabric FI_UNIVERSE_SIZE=16
         }
     }
     Ok(job)
+}
+
+/// Returns the text as one word of the shell.
+fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', r"'\''"))
 }
 
 /// Returns the command that boots the machine, which runs its job and ends.
@@ -299,11 +310,13 @@ mod tests {
             job(&RdmaOptions { all, only }, &programs, Path::new("/lib"), "").unwrap()
         };
         let usual = job(false, &[]);
-        assert!(usual.contains("clauses /it UCX-verbs-ud '::two::[POS][0-9]' 130"), "{usual}");
-        assert_eq!(usual.matches("/it bench ").count(), 2);
-        assert!(job(true, &["UCX-verbs-rc"]).contains("clauses /it UCX-verbs-rc '::' 130"));
+        assert!(usual.contains("clauses '/it' UCX-verbs-ud '::two::[POS][0-9]' 130"), "{usual}");
+        assert_eq!(usual.matches("'/it' bench ").count(), 2);
+        assert!(job(true, &["UCX-verbs-rc"]).contains("clauses '/it' UCX-verbs-rc '::' 130"));
         let one = job(false, &["P5_"]);
-        assert!(one.contains("clauses /it LIBFABRIC-verbs 'P5_' 130") && !one.contains(" bench "));
+        assert!(one.contains("clauses '/it' LIBFABRIC-verbs 'P5_' 130"));
+        assert!(!one.contains(" bench "));
+        assert!(job(false, &["a'b"]).contains(r"clauses '/it' UCX-verbs-ud 'a'\''b' 130"));
     }
 
     #[test]

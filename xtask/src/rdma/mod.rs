@@ -181,7 +181,7 @@ export FI_PROVIDER_PATH={libraries}/libfabric FI_UNIVERSE_SIZE=16
         if chosen.iter().any(|part| name.contains(part)) {
             writeln!(
                 job,
-                "timeout {} {} bench {BENCH} {arguments} && r=holds || r='FAILED'\necho '{name}' $r 0 >> /out/results",
+                "timeout -k 10 {} {} bench {BENCH} {arguments} && r=holds || r='FAILED'\necho '{name}' $r 0 >> /out/results",
                 TEST_LIMIT.as_secs(),
                 program("kvx-cli")?
             )?;
@@ -298,6 +298,48 @@ mod tests {
         );
         assert_eq!(failures(RESULTS), ["UCX-verbs-rc::two::P10_a: FAILED(101)"]);
         assert_eq!(failures(""), ["nothing ran"]);
+    }
+
+    #[test]
+    fn a_note_counts_only_if_its_test_has_passed() {
+        let folder = std::env::temp_dir().join(format!("kvx-xtask-rdma-{}", std::process::id()));
+        let out = folder.join("out");
+        fs::create_dir_all(&out).unwrap();
+        let program = r#"#!/bin/sh
+            tests="S::holds S::skips S::fails_and_skips S::gaps S::fails_and_gaps T::holds"
+            [ "$1" = --list ] && printf '%s: test\n' $tests && exit
+            case $2 in
+                *skips) echo "SKIP $2: why" >> "$KVX_SKIPS" ;;
+                *gaps) echo "GAP $2: why" >> "$KVX_SKIPS" ;;
+            esac
+            case $2 in
+                *fails*) echo "$2 says"; exit 3 ;;
+            esac"#;
+        fs::write(folder.join("source"), program).unwrap();
+        let here = format!("{}/", quoted(&folder.display().to_string()));
+        let clauses = include_str!("clauses.sh").replace("/out/", "out/").replace("/tmp/", &here);
+        // A copy: a file that this process has written may be busy in another child of it.
+        let script = format!(
+            "{clauses}\ncd {here}\ncp source program\nchmod +x program\nclauses ./program S . 9"
+        );
+        let mut sh = Command::new("sh");
+        sh.args(["-c", &script]);
+        process::output_of(sh, TEST_LIMIT).unwrap();
+        let read = |name: &str| fs::read_to_string(out.join(name)).unwrap();
+        let (results, said) = (read("results"), read("said"));
+        fs::remove_dir_all(&folder).unwrap();
+        let results: Vec<_> = parsed(&results).map(|(name, result, _)| (name, result)).collect();
+        let wanted = [
+            ("S::holds", "holds"),
+            ("S::skips", "skipped"),
+            ("S::fails_and_skips", "FAILED(3)"),
+            ("S::gaps", "gap"),
+            ("S::fails_and_gaps", "FAILED(3)"),
+        ];
+        assert_eq!(results, wanted);
+        let [skip, gap] = ["SKIP S::skips: why", "GAP S::gaps: why"];
+        let fails = ["S::fails_and_skips says", "S::fails_and_gaps says"];
+        assert_eq!(said.lines().collect::<Vec<_>>(), [skip, fails[0], gap, fails[1]]);
     }
 
     #[test]

@@ -104,7 +104,7 @@ pub(crate) fn run(options: &RdmaOptions) -> Result<bool> {
             format!("the virtual machine ended before its work did: {}", finished.end).into()
         );
     }
-    let failures = failures(&results);
+    let failures = failures(&results, &options.only);
     println!("{} failed", failures.len());
     Ok(crate::all_held(failures))
 }
@@ -238,14 +238,41 @@ fn parsed(results: &str) -> impl Iterator<Item = (&str, &str, &str)> {
     })
 }
 
-fn failures(results: &str) -> Vec<String> {
+/// Returns everything that has failed, and the chosen suites of which no test has run.
+fn failures(results: &str, only: &[String]) -> Vec<String> {
     let failed = parsed(results).filter(|(_, result, _)| result.starts_with("FAILED"));
     let mut failures: Vec<String> =
         failed.map(|(name, result, _)| format!("{name}: {result}")).collect();
     if parsed(results).next().is_none() {
         failures.push("nothing ran".to_owned());
     }
+    let is_bench = |name: &str| BENCHES.iter().any(|(bench, _)| *bench == name);
+    let has_run = |label: &str| {
+        parsed(results).any(|(name, result, _)| {
+            ["holds", "gap"].contains(&result)
+                && !is_bench(name)
+                && name.split_once("::").is_some_and(|(suite, _)| suite == label)
+        })
+    };
+    for Suite { label, .. } in SUITES {
+        let is_chosen = only.is_empty() || only.iter().any(|part| chooses(part, label));
+        if is_chosen && !has_run(label) {
+            failures.push(format!("{label}: no clause holds, and none is a gap"));
+        }
+    }
     failures
+}
+
+/// Returns whether a part of names chooses tests of a suite. One without the name of a suite or
+/// bench is a clause's, which all suites have.
+fn chooses(part: &str, label: &str) -> bool {
+    let is_of_bench =
+        BENCHES.iter().any(|(bench, _)| bench.contains(part)) && !part.ends_with("::");
+    let suite = part.split_once("::").map_or("", |(suite, _)| suite);
+    let is_of = |label: &str| {
+        label.contains(part) || (!is_of_bench && !suite.is_empty() && label.ends_with(suite))
+    };
+    is_of(label) || !(is_of_bench || SUITES.iter().any(|suite| is_of(suite.label)))
 }
 
 fn head() -> String {
@@ -296,8 +323,30 @@ mod tests {
             rows.len() == 3 && rows.iter().zip(wanted).all(|(row, begin)| row.starts_with(begin)),
             "{rows:?}"
         );
-        assert_eq!(failures(RESULTS), ["UCX-verbs-rc::two::P10_a: FAILED(101)"]);
-        assert_eq!(failures(""), ["nothing ran"]);
+        let only = ["UCX-verbs-rc", "LIBFABRIC"].map(str::to_owned);
+        assert_eq!(failures(RESULTS, &only), ["UCX-verbs-rc::two::P10_a: FAILED(101)"]);
+        assert_eq!(failures("", &["bench".to_owned()]), ["nothing ran"]);
+    }
+
+    #[test]
+    fn a_chosen_suite_of_which_no_test_ran_has_failed() {
+        let silent = |results: &str, only: &[&str]| {
+            let only: Vec<_> = only.iter().map(|part| (*part).to_owned()).collect();
+            let failures = failures(results, &only).into_iter();
+            let labels =
+                failures.filter_map(|line| Some(line.split_once(": no clause")?.0.to_owned()));
+            labels.collect::<Vec<_>>()
+        };
+        let all = SUITES.map(|suite| suite.label);
+        let [rc, libfabric, ud] = all;
+        assert_eq!(silent(RESULTS, &[]), [ud]);
+        assert_eq!(silent("", &[]), all);
+        assert_eq!(silent("card FAILED(1) 0\n", &["P5_"]), all);
+        let skipped = format!("{rc}::two::P5_a skipped 1\n{rc}::bench holds 9\n");
+        assert_eq!(silent(&skipped, &["P5_"]), all);
+        assert_eq!(silent(&skipped, &["UCX-verbs"]), [rc, ud]);
+        assert_eq!(silent(&skipped, &["LIBFABRIC", "rc::two::P5_"]), [rc, libfabric]);
+        assert_eq!(silent(&skipped, &["bench", "UCX-verbs-rc::bench"]), [""; 0]);
     }
 
     #[test]

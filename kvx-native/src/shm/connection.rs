@@ -21,7 +21,7 @@ use super::lent::LentRegions;
 use super::memory::{CopyMethod, PeerRegion, Regions};
 use super::messages::{Message, Probe};
 use super::shared_link::{Import, SharedLink};
-use super::socket::{self, Poller, Ready};
+use super::socket::{self, ConnectionSocket, Poller, Ready};
 use super::window::{PeerWatch, Window};
 use super::writes::{WINDOW, WriteStep, Writes};
 use crate::Settlement;
@@ -108,7 +108,7 @@ pub(crate) struct PendingTransfer {
 }
 
 pub(crate) struct Connection {
-    pub(crate) socket: Private,
+    pub(crate) socket: Arc<ConnectionSocket>,
     pub(crate) process: Arc<PeerProcess>,
     pub(crate) phase: Phase,
     /// The greeting of this end, until the peer answers it.
@@ -182,7 +182,7 @@ impl Connection {
         patience: Duration,
     ) -> Self {
         Connection {
-            socket,
+            socket: Arc::new(socket.into()),
             process: Arc::new(process),
             phase: Phase::Hello(now + patience),
             greeting: None,

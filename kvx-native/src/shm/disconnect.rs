@@ -63,7 +63,9 @@ impl Machine {
             connection.unwatch(&self.poller);
             connection.release_held(&mut self.held);
             let owner = connection.held_bytes_owner();
-            socket::close(self.connections.remove(at).socket);
+            // The peer sees the end of the socket, and may free its memory, after these closes.
+            self.close_devices(at);
+            self.connections.remove(at).socket.close();
             for flight in self.flights.iter_mut().filter(|flight| flight.at == Some(at)) {
                 flight.detach(owner.clone(), &mut self.held);
             }
@@ -240,6 +242,10 @@ impl Machine {
             self.release_busy_windows(out);
         }
         self.keep_unproven(out);
+        let left: Vec<usize> = self.connections.iter().map(|(at, _)| at).collect();
+        for at in left {
+            self.close_devices(at); // their sockets end after that
+        }
         for (_, mut connection) in std::mem::take(&mut self.connections) {
             let count = connection.writes.forget_all();
             if count > 0 {

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use kvx_backend::control::ControlMessage;
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::IpcHandle;
-use kvx_core::{DeviceAccess, DeviceId, Memory, RegionId, Result};
+use kvx_core::{DeviceAccess, DeviceId, RegionId};
 
 use super::machine::Machine;
 use super::memory::{CopyMethod, CopySource, PeerRegion};
-use super::openings::{Closing, DeviceReport, Opening, RegionPurpose, open_memory};
+use super::openings::{Closing, DeviceReport, OpenedMemory, Opening, RegionPurpose, open_memory};
 
 impl Machine {
     /// Lets a device open a region of a peer, and reads no further message of the peer until then.
@@ -24,7 +24,8 @@ impl Machine {
         self.connections[at].pause(&self.poller);
         let process = Arc::clone(&self.connections[at].process);
         let opening = Opening { at: Some(at), id, len, purpose };
-        let report = self.openings.open(opening, Arc::clone(&self.flights.reactor));
+        let socket = Arc::clone(&self.connections[at].socket);
+        let report = self.openings.open(opening, socket, Arc::clone(&self.flights.reactor));
         open_memory(&self.devices, owner, process, handle, len, report);
     }
 
@@ -37,7 +38,9 @@ impl Machine {
         device: &dyn DeviceAccess,
     ) {
         let closing = Closing { at: Some(at), id };
-        device.after_closes(self.openings.close(closing, Arc::clone(&self.flights.reactor)));
+        let socket = Arc::clone(&self.connections[at].socket);
+        let reactor = Arc::clone(&self.flights.reactor);
+        device.after_closes(self.openings.close(closing, socket, reactor));
     }
 
     /// Closes all memory that devices had open for a connection. Returns true if that takes time.
@@ -58,7 +61,7 @@ impl Machine {
         }
     }
 
-    fn take_opened(&mut self, number: u64, opened: Result<Memory>, out: &mut Outbox) {
+    fn take_opened(&mut self, number: u64, opened: OpenedMemory, out: &mut Outbox) {
         let Some(Opening { at, id, len, purpose }) = self.openings.take_opening(number) else {
             return;
         };
@@ -66,7 +69,7 @@ impl Machine {
         let Some(at) = at else { return };
         let connection = &mut self.connections[at];
         connection.resume(&self.poller);
-        let held = opened.map(|memory| {
+        let held = opened.into_memory().map(|memory| {
             let devices = &mut connection.devices;
             if let Some(device) = memory.device_access()
                 && !devices.iter().any(|known| Arc::ptr_eq(known, device))

@@ -17,6 +17,7 @@ use super::error::{NAME, error};
 use super::host::PeerProcess;
 use super::memory::openers;
 use super::shared_link::Import;
+use super::socket::ConnectionSocket;
 
 /// The use of a peer's region at this end.
 pub(crate) enum RegionPurpose {
@@ -45,8 +46,50 @@ pub(crate) struct Closing {
 
 /// A report of a device.
 pub(crate) enum DeviceReport {
-    Opened { number: u64, opened: Result<Memory> },
+    Opened { number: u64, opened: OpenedMemory },
     Closed { number: u64 },
+}
+
+/// The result of an opening. If it is not used because its connection has ended, the socket of the
+/// connection ends after the memory is closed.
+pub(crate) struct OpenedMemory {
+    /// `None` once it was taken.
+    opened: Option<Result<Memory>>,
+    socket: Arc<ConnectionSocket>,
+}
+
+impl OpenedMemory {
+    /// Returns the memory for the use of its connection.
+    pub(crate) fn into_memory(mut self) -> Result<Memory> {
+        self.opened.take().unwrap_or_else(|| {
+            Err(error(
+                ErrorKind::Native,
+                "a device lost the request to open a peer's memory: report this as a bug of its \
+                 crate",
+            ))
+        })
+    }
+}
+
+impl Drop for OpenedMemory {
+    fn drop(&mut self) {
+        let Some(Ok(memory)) = self.opened.take() else { return };
+        let device = memory.device_access().cloned();
+        drop(memory);
+        if let Some(device) = device {
+            let socket = Arc::clone(&self.socket);
+            device.after_closes(Ticket::new(move |closed| match closed {
+                Ok(()) => drop(socket),
+                Err(why) => keep_open(socket, &why),
+            }));
+        }
+    }
+}
+
+/// Never ends the socket: the peer keeps its memory, which is not known to be closed.
+fn keep_open(socket: Arc<ConnectionSocket>, why: &kvx_core::Error) {
+    tracing::error!(%why, "SHM: a device did not close a peer's memory");
+    std::mem::forget(socket);
 }
 
 /// The reports that the machine has not processed.
@@ -64,24 +107,35 @@ pub(crate) struct Openings {
 
 impl Openings {
     /// Records that a device opens a region, and returns the means to report the end.
-    pub(crate) fn open(&mut self, opening: Opening, reactor: Arc<ReactorHandle>) -> OpeningReport {
+    pub(crate) fn open(
+        &mut self,
+        opening: Opening,
+        socket: Arc<ConnectionSocket>,
+        reactor: Arc<ReactorHandle>,
+    ) -> OpeningReport {
         let number = self.number();
         self.opening.insert(number, opening);
-        OpeningReport { number, reports: Arc::clone(&self.reports), reactor, opened: None }
+        OpeningReport { number, reports: Arc::clone(&self.reports), reactor, socket, opened: None }
     }
 
-    /// Records that a device closes memory, and returns the ticket for the end.
-    pub(crate) fn close(&mut self, closing: Closing, reactor: Arc<ReactorHandle>) -> Ticket {
+    /// Records that a device closes memory, and returns the ticket for the end. The socket does not
+    /// end before.
+    pub(crate) fn close(
+        &mut self,
+        closing: Closing,
+        socket: Arc<ConnectionSocket>,
+        reactor: Arc<ReactorHandle>,
+    ) -> Ticket {
         let number = self.number();
         self.closing.insert(number, closing);
         let reports = Arc::clone(&self.reports);
         Ticket::new(move |closed| match closed {
             Ok(()) => {
+                drop(socket);
                 reports.0.lock().push(DeviceReport::Closed { number });
                 reactor.device_reported();
             }
-            // The peer keeps its memory, which is not known to be closed.
-            Err(why) => tracing::error!(%why, "SHM: a device did not close a peer's memory"),
+            Err(why) => keep_open(socket, &why),
         })
     }
 
@@ -136,6 +190,7 @@ pub(crate) struct OpeningReport {
     number: u64,
     reports: Arc<DeviceReports>,
     reactor: Arc<ReactorHandle>,
+    socket: Arc<ConnectionSocket>,
     opened: Option<Result<Memory>>,
 }
 
@@ -147,13 +202,8 @@ impl OpeningReport {
 
 impl Drop for OpeningReport {
     fn drop(&mut self) {
-        let opened = self.opened.take().unwrap_or_else(|| {
-            Err(error(
-                ErrorKind::Native,
-                "a device lost the request to open a peer's memory: report this as a bug of its \
-                 crate",
-            ))
-        });
+        let socket = Arc::clone(&self.socket);
+        let opened = OpenedMemory { opened: self.opened.take(), socket };
         self.reports.0.lock().push(DeviceReport::Opened { number: self.number, opened });
         self.reactor.device_reported();
     }

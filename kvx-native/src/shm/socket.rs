@@ -4,6 +4,8 @@ use std::cell::Cell;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvx_core::backend::fork::Private;
 pub(crate) use rustix::event::epoll::EventFlags as Ready;
@@ -191,9 +193,47 @@ pub(crate) fn finish(socket: BorrowedFd<'_>) {
     rustix::net::shutdown(socket, rustix::net::Shutdown::Write).ok(); // it may have closed
 }
 
-/// Ends both directions, even if a forked child of this process keeps the descriptor open.
-pub(crate) fn close(socket: Private) {
-    rustix::net::shutdown(&socket, rustix::net::Shutdown::Both).ok(); // it may have closed
+/// The socket of a connection. Its end, which the peer sees once all owners have dropped it, proves
+/// to the peer that this end holds nothing of it: a device that closes the peer's memory owns it
+/// until then.
+#[derive(Debug)]
+pub(crate) struct ConnectionSocket {
+    socket: Private,
+    shuts_down: AtomicBool,
+}
+
+impl ConnectionSocket {
+    /// Ends both directions after the last owner, even if a forked child of this process or a watch
+    /// of the peer keeps the descriptor open.
+    pub(crate) fn close(self: Arc<Self>) {
+        self.shuts_down.store(true, Ordering::Relaxed);
+    }
+
+    /// Duplicates the descriptor.
+    pub(crate) fn try_clone(&self) -> std::io::Result<Private> {
+        self.socket.try_clone()
+    }
+}
+
+impl From<Private> for ConnectionSocket {
+    fn from(socket: Private) -> Self {
+        ConnectionSocket { socket, shuts_down: AtomicBool::new(false) }
+    }
+}
+
+impl AsFd for ConnectionSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for ConnectionSocket {
+    fn drop(&mut self) {
+        if *self.shuts_down.get_mut() {
+            // It may have closed.
+            rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both).ok();
+        }
+    }
 }
 
 /// A readiness queue; its one descriptor is ready if any descriptor in it is.

@@ -70,9 +70,14 @@ fn by_another_thread(bench: &Bench<'_>) {
     lender.say("revoke").unwrap();
     until("the device closes the memory", || bench.control.calls(names.close) > closed);
     at_once("a read from the target", read);
-    // Its owner must not free the memory before it is closed.
-    let revoked = lender.hear(LONG).expect("the peer reports its revocation");
-    assert!(Duration::from_millis(revoked.parse().unwrap()) >= SLOW, "revoked in {revoked} ms");
+    // Its owner must not free the memory before it is closed: here and where either end shuts down.
+    let revoked = time_of(&lender);
+    assert!(revoked >= SLOW, "revoked in {revoked:?}");
+    let mut lenders = ["shut down", "revoke"].map(|last| (start_lender(&metadata), last));
+    let [(leaving, shut_down), (staying, revoke)] = &mut lenders;
+    leaving.say(shut_down).unwrap();
+    let revoked = time_of(leaving);
+    assert!(revoked >= SLOW, "shut down in {revoked:?}");
     for function in [names.open, names.close] {
         assert_eq!(
             bench.control.calls_by(function, THREAD),
@@ -82,6 +87,23 @@ fn by_another_thread(bench: &Bench<'_>) {
     }
     near.shutdown(LONG).wait_blocking(LONG).unwrap();
     target.shutdown(LONG).wait_blocking(LONG).unwrap();
+    staying.say(revoke).unwrap();
+    let revoked = time_of(staying);
+    assert!(revoked >= SLOW / 2, "revoked in {revoked:?} after the shutdown of the other end");
+}
+
+/// Starts a process that lends a region over shared memory, and waits until its write has ended.
+fn start_lender(metadata: &[u8]) -> Child {
+    let mut lender = Child::start_self(ROLE, "lender SHM").expect("a process starts");
+    lender.say(&hex(metadata)).unwrap();
+    assert_eq!(lender.hear(LONG).expect("the peer reports its write"), "written");
+    lender
+}
+
+/// Returns the time after which a lender may free its region.
+fn time_of(lender: &Child) -> Duration {
+    let millis = lender.hear(LONG).expect("the peer reports its revocation");
+    Duration::from_millis(millis.parse().unwrap())
 }
 
 /// The driver refuses to open memory of other processes, as between containers or MIG instances.
@@ -101,7 +123,8 @@ fn through_the_host(bench: &Bench<'_>) {
     target.shutdown(LONG).wait_blocking(LONG).unwrap();
 }
 
-/// For [`super::roles`]: lends a region for a write, and revokes it when the parent requests that.
+/// For [`super::roles`]: lends a region for a write, and revokes it or shuts down when the parent
+/// requests that.
 pub(crate) fn lend(bench: &Bench<'_>, backends: &[&str]) {
     let agent = agent_over(backends, "lender", Arc::clone(&bench.device) as _);
     let out = agent.register("out", filled(&bench.device, &[9; LENT_BYTES])).unwrap();
@@ -110,10 +133,14 @@ pub(crate) fn lend(bench: &Bench<'_>, backends: &[&str]) {
     let plan = Plan::write(out.grid(LENT).unwrap().blocks(0..LENT.count), there).unwrap();
     peer.transfer(&plan).deadline(LONG).post().unwrap().wait_blocking(LONG).unwrap();
     say("written");
-    hear();
+    let revokes = hear() == "revoke";
     drop(plan);
     let begun = Instant::now();
-    out.revoke(LONG).wait_blocking(LONG).unwrap();
+    if revokes {
+        out.revoke(LONG).wait_blocking(LONG).unwrap();
+    } else {
+        agent.shutdown(LONG).wait_blocking(LONG).unwrap();
+    }
     say(&begun.elapsed().as_millis().to_string());
     agent.shutdown(LONG).wait_blocking(LONG).unwrap();
 }

@@ -136,14 +136,18 @@ impl Inbox {
     pub(crate) fn hold(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
         let mut state = self.state.lock();
         state.sweep();
-        // One that is expected needs no space.
-        let is_expected = state.expected.iter().any(|expectation| *expectation.bytes == *bytes);
+        let from = identity(from);
+        // Each expectation takes one of each sender, and that one needs no space.
+        let wants = |one: &&ExpectedSenders| *one.bytes == *bytes && !one.seen.contains(&from);
+        let is_same = |one: &&Notification| one.from == from && *one.bytes == *bytes;
+        let wanted = state.expected.iter().filter(wants).count();
+        let is_expected = wanted > 0 && state.held.iter().filter(is_same).count() < wanted;
         if !is_expected && state.is_full(self.limits, bytes.len()) {
             state.refused = true;
             return Err(QueueFull);
         }
         state.bytes += bytes.len();
-        state.held.push_back(Notification { from: identity(from), bytes: bytes.into() });
+        state.held.push_back(Notification { from, bytes: bytes.into() });
         Ok(())
     }
 
@@ -345,10 +349,13 @@ mod tests {
         assert!(inbox.take().0.is_some_and(|one| *one.bytes == *b"first"));
         let promise = Promise::new();
         inbox.wait_for_senders(b"second", 2, &promise);
-        inbox.hold(SENDERS[0], b"second").unwrap();
+        inbox.hold(SENDERS[0], b"third").unwrap(); // the queue is full
         inbox.hold(SENDERS[0], b"second").unwrap(); // expected, so beyond the limit
+        assert_eq!(inbox.hold(SENDERS[0], b"second"), Err(QueueFull), "one of a sender counts");
+        inbox.release();
+        inbox.release();
         assert!(!promise.is_finished());
-        (0..3).for_each(|_| inbox.release());
+        inbox.release();
         assert!(promise.is_finished());
     }
 

@@ -194,9 +194,10 @@ impl Stream {
         {
             let mut events = self.shared.events.lock();
             if let Ok(None) = taken {
-                // It was allocated at once, or returned meanwhile.
+                // It was allocated at once, or returned meanwhile. `queued` stays as it is: the
+                // pool may have told the stream to ask again.
                 let granted = events.granted.take();
-                events.queued = granted.is_none();
+                events.queued &= granted.is_none();
                 return Ok(granted);
             }
             events.queued = false;

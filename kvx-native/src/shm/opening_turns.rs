@@ -5,11 +5,16 @@ use std::sync::Arc;
 use kvx_backend::control::ControlMessage;
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::IpcHandle;
-use kvx_core::{DeviceAccess, DeviceId, RegionId};
+use kvx_core::{DeviceAccess, DeviceId, ErrorKind, RegionId};
 
+use super::error::error;
 use super::machine::Machine;
 use super::memory::{CopyMethod, CopySource, PeerRegion};
 use super::openings::{Closing, DeviceReport, OpenedMemory, Opening, RegionPurpose, open_memory};
+
+/// The limit for regions that devices open for connections that have ended. Each keeps descriptors,
+/// and peers that connect again and again must not exhaust them while a device waits.
+const MAX_ABANDONED: usize = 64;
 
 impl Machine {
     /// Lets a device open a region of a peer, and reads no further message of the peer until then.
@@ -22,10 +27,20 @@ impl Machine {
         handle: IpcHandle,
     ) {
         self.connections[at].pause(&self.poller);
+        let is_full = self.openings.count_abandoned_or_at(at) >= MAX_ABANDONED;
         let process = Arc::clone(&self.connections[at].process);
         let opening = Opening { at: Some(at), id, len, purpose };
         let socket = Arc::clone(&self.connections[at].socket);
         let report = self.openings.open(opening, socket, Arc::clone(&self.flights.reactor));
+        if is_full {
+            return report.end(Err(error(
+                ErrorKind::Exhausted,
+                format!(
+                    "devices still open {MAX_ABANDONED} regions for connections that have ended: \
+                     wait for long kernels to end"
+                ),
+            )));
+        }
         open_memory(&self.devices, owner, process, handle, len, report);
     }
 

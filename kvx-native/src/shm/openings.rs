@@ -163,6 +163,12 @@ impl Openings {
         closing
     }
 
+    /// Returns the number of openings whose connection has ended, or is this one: the last messages
+    /// of a peer are read together.
+    pub(crate) fn count_abandoned_or_at(&self, at: usize) -> usize {
+        self.opening.values().filter(|opening| opening.at.is_none_or(|its| its == at)).count()
+    }
+
     /// Returns true if a device opens or closes memory.
     pub(crate) fn any(&self) -> bool {
         !self.opening.is_empty() || !self.closing.is_empty()
@@ -195,7 +201,7 @@ pub(crate) struct OpeningReport {
 }
 
 impl OpeningReport {
-    fn end(mut self, opened: Result<Memory>) {
+    pub(crate) fn end(mut self, opened: Result<Memory>) {
         self.opened = Some(opened);
     }
 }

@@ -9,10 +9,15 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::violations::greet;
 use kvx_backend::control::{ControlMessage as Shared, HeldBytes};
 use kvx_backend::reactor::Outbox;
+use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{
-    Context, Events, Invitation, LinkId, LinkState, PlacedGrid, QueueFull, RegionKey, RegionSpec,
+    Context, Direction, Events, Invitation, IpcHandle, LinkId, LinkProcess, LinkState,
+    MemoryReceiver, Piece, PlacedGrid, QueueFull, RegionKey, RegionSpec, Ticket,
 };
-use kvx_core::{Grid, Identity, Incarnation, Memory, Options, RegionId, Sender};
+use kvx_core::{
+    DeviceAccess, DeviceId, ErrorKind, Grid, Identity, Incarnation, Memory, MemoryKind, Options,
+    RegionId, Result, Sender,
+};
 use kvx_testkit::newcomers_amid;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
@@ -204,6 +209,80 @@ fn a_process_lends_a_bounded_number_of_mappings_over_all_its_connections() {
     let (_another, others) = Another::to(&machine.socket_name(), 1);
     shake(&mut machine, &others[0]);
     assert!(is_served(&mut machine, &others[0]));
+}
+
+/// A device whose driver opens memory only after a long kernel.
+#[derive(Default)]
+struct BusyDevice(Mutex<Vec<MemoryReceiver>>);
+
+// SAFETY: it accesses no memory.
+unsafe impl DeviceAccess for BusyDevice {
+    fn kind(&self) -> MemoryKind {
+        MemoryKind::Cuda
+    }
+
+    fn device(&self) -> DeviceId {
+        DeviceId([1; 16])
+    }
+
+    fn ordinal(&self) -> u32 {
+        0
+    }
+
+    fn pinned(&self, len: usize) -> Result<Memory> {
+        Ok(Memory::owned(vec![0; len]))
+    }
+
+    unsafe fn copy(&self, _: Direction, _: &[Piece], done: Ticket) {
+        done.settle(Ok(()));
+    }
+
+    fn open_later(
+        self: Arc<Self>,
+        _: DeviceId,
+        _: LinkProcess<'_>,
+        _: &IpcHandle,
+        _: usize,
+        done: MemoryReceiver,
+    ) {
+        self.0.lock().push(done);
+    }
+}
+
+#[test]
+fn peers_that_lend_device_memory_and_leave_do_not_fill_the_queue_of_a_busy_device() {
+    let busy = Arc::new(BusyDevice::default());
+    let mut machine = machine(6 << 20, 10 << 20);
+    machine.devices = vec![Arc::clone(&busy) as _];
+    let lend = |id| {
+        let handle = IpcHandle { bytes: vec![7; 64], offset: 0 };
+        let at = Location::Device { device: DeviceId([1; 16]), handle };
+        Message::Lend { id: RegionId(id), access: RegionAccess { len: 64, at } }.encode()
+    };
+    for id in 0..80 {
+        let raw = shaken(&mut machine);
+        (0..2).for_each(|more| raw.say(&lend(2 * id + more)).unwrap());
+        turns(&mut machine);
+        drop(raw);
+        turns(&mut machine);
+        machine.take_device_reports(&mut Outbox::default());
+    }
+    assert_eq!(busy.0.lock().len(), 64);
+    // The next one is refused, and served.
+    let raw = shaken(&mut machine);
+    raw.say(&lend(1)).unwrap();
+    turns(&mut machine);
+    machine.take_device_reports(&mut Outbox::default());
+    let answer = raw.next().expect("an answer");
+    assert!(matches!(Shared::decode(&answer), Ok(Shared::Released { id: RegionId(1) })));
+    assert!(is_served(&mut machine, &raw));
+    for done in std::mem::take(&mut *busy.0.lock()) {
+        done(Err(ErrorKind::Unsupported.because("it cannot be opened")));
+    }
+    machine.take_device_reports(&mut Outbox::default());
+    raw.say(&lend(2)).unwrap();
+    turns(&mut machine);
+    assert_eq!(busy.0.lock().len(), 1, "it opens memory again");
 }
 
 /// An agent without space for notifications.

@@ -151,18 +151,17 @@ impl ThreadState {
         Ok(())
     }
 
-    /// Fails the queued jobs, at least one. Returns true if the thread must stop.
+    /// Fails the queued jobs, and waits for the next one. Returns true if the thread must stop.
     fn refuse(&self, error: &Error) -> bool {
+        let refused = std::mem::take(&mut self.queue.lock().jobs);
+        for job in refused {
+            catch_panic(|| job.done.settle(Err(error.clone())));
+        }
         let mut queue = self.queue.lock();
         while queue.jobs.is_empty() && !queue.stop {
             queue = self.changed.wait_until(queue, None);
         }
-        let (refused, stop) = (std::mem::take(&mut queue.jobs), queue.stop);
-        drop(queue);
-        for job in refused {
-            catch_panic(|| job.done.settle(Err(error.clone())));
-        }
-        stop
+        queue.stop && queue.jobs.is_empty()
     }
 
     fn run(&self, streams: &mut Streams<'_>) {

@@ -4,14 +4,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvx_core::backend::Ticket;
 use kvx_core::{Completion, DeviceAccess as _, Grid, Memory, Plan};
-use kvx_gpu::DevicePtr;
+use kvx_gpu::{Device, DevicePtr};
 use kvx_testkit::Child;
 
 use super::forgery::{agent, agent_over};
 use super::roles::{hear, say};
 use super::sharing::{Owner, hex, unhex};
-use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, until};
+use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled, until};
 
 pub(crate) const TESTS: &[(&str, Test)] = &[
     ("a_transport_goes_on_while_a_device_opens_or_closes_a_peers_memory", by_another_thread),
@@ -19,6 +20,7 @@ pub(crate) const TESTS: &[(&str, Test)] = &[
     ("dropping_memory_does_not_wait_for_the_driver", dropped),
     ("a_pool_takes_the_place_of_one_that_was_dropped", replaced),
     ("the_first_copy_does_not_wait_for_the_context", first_copy),
+    ("a_device_that_could_not_be_used_is_tried_again_for_the_next_copy", tried_again),
 ];
 
 /// The name of kvx's thread for calls that may block.
@@ -173,10 +175,24 @@ fn first_copy(bench: &Bench<'_>) {
     let device = (bench.maker.devices)().unwrap().remove(1);
     make_slow(bench, bench.maker.names.create_stream);
     let (completion, ticket) = Completion::with_ticket();
-    at_once("the first copy", || {
-        // SAFETY: the call copies no bytes.
-        unsafe { device.gather(DevicePtr(0), &[], &[0].into(), ticket) };
-    });
+    at_once("the first copy", || copy_nothing(&device, ticket));
     bench.control.command("well");
     completion.wait_blocking(LONG).unwrap();
+}
+
+fn copy_nothing(device: &Device, done: Ticket) {
+    // SAFETY: the call copies no bytes.
+    unsafe { device.gather(DevicePtr(0), &[], &[0].into(), done) };
+}
+
+fn tried_again(bench: &Bench<'_>) {
+    let device = (bench.maker.devices)().unwrap().remove(1);
+    bench.control.command(&format!("fail {} 2 always", bench.maker.names.create_stream));
+    for _ in 0..2 {
+        settled(|done| copy_nothing(&device, done)).unwrap_err();
+    }
+    // The thread does not try without a copy, and so has no older error for the next one.
+    std::thread::sleep(Duration::from_millis(50));
+    bench.control.command("well");
+    settled(|done| copy_nothing(&device, done)).unwrap();
 }

@@ -178,7 +178,7 @@ impl Machine {
                     let status = connection.silence.look(now, self.peer_timeout);
                     // A process with much to free, like one with a GPU, exits for seconds before
                     // its end shows. It answers nothing any more.
-                    let has_waited = connection.silence.since() == now;
+                    let has_waited = !connection.is_paused() && connection.silence.since() == now;
                     if has_waited && connection.process.is_exiting() {
                         exiting.push(at);
                         continue;

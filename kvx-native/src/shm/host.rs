@@ -168,11 +168,21 @@ impl PeerProcess {
         self.has_ended()
     }
 
-    /// Returns true if the kernel has begun to end the process. The caller has not seen its end, so
-    /// its number was not reused.
+    /// Returns true if the kernel has begun to end all threads of the process: a live process may
+    /// have ended its first one. The caller has not seen the process's end, so its number was not
+    /// reused.
     pub(crate) fn is_exiting(&self) -> bool {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid));
-        stat.is_ok_and(|stat| has_begun_to_exit(&stat))
+        let Ok(threads) = std::fs::read_dir(format!("/proc/{}/task", self.pid)) else {
+            return false;
+        };
+        let mut seen = 0;
+        let all = threads.into_iter().all(|thread| {
+            seen += 1;
+            let stat =
+                thread.and_then(|thread| std::fs::read_to_string(thread.path().join("stat")));
+            stat.is_ok_and(|stat| has_begun_to_exit(&stat))
+        });
+        all && seen > 0
     }
 
     /// Returns true if the process still holds its end of `socket`, and so is the one that
@@ -290,10 +300,19 @@ mod tests {
         ] {
             assert_eq!(has_begun_to_exit(stat), exits, "{stat}");
         }
-        assert!(
-            !PeerProcess { pid: std::process::id().cast_signed(), uid: 0, life: Life::Unknown }
-                .is_exiting()
-        );
+        let process =
+            |pid: u32| PeerProcess { pid: pid.cast_signed(), uid: 0, life: Life::Unknown };
+        assert!(!process(std::process::id()).is_exiting());
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        assert!(!process(child.id()).is_exiting());
+        child.kill().unwrap();
+        let until = std::time::Instant::now() + Duration::from_secs(10);
+        while !process(child.id()).is_exiting() {
+            assert!(std::time::Instant::now() < until, "the end of the child is not recognised");
+            std::thread::yield_now();
+        }
+        child.wait().unwrap();
+        assert!(!process(child.id()).is_exiting(), "it does not exist");
     }
 
     #[test]

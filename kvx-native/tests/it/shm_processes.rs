@@ -50,7 +50,7 @@ fn play(role: &str, mut line: child::Line) {
                 let region = &regions[words[1].parse::<usize>().unwrap()];
                 line.say(filled_with(region, words[2].parse().unwrap()).to_string().as_bytes());
             }
-            // The process has begun to exit, but its sockets stay open.
+            // The first thread of the process ends, and the others serve the peers.
             // SAFETY: ends this thread; no code of it follows.
             "linger" => unsafe { _ = libc::syscall(libc::SYS_exit, 0) },
             "quit" => {
@@ -219,10 +219,9 @@ fn a_silent_peer_is_lost_but_its_writes_settle_only_when_it_releases_the_memory(
     shut_down(&[&own]);
 }
 
-/// A process that has begun to exit frees its memory before it closes its sockets, for seconds if it
-/// has a GPU.
+/// The kernel then reports the process itself as exiting.
 #[test]
-fn a_peer_that_exits_for_long_is_lost_long_before_the_timeout() {
+fn a_peer_whose_first_thread_alone_has_ended_is_not_lost() {
     let timeout = Duration::from_secs(60);
     let own = Agent::builder("own").peer_timeout(timeout).registry(registry()).build().unwrap();
     let local = region(&own, "local", On::Pool, BLOCKS, 1);
@@ -235,14 +234,11 @@ fn a_peer_that_exits_for_long_is_lost_long_before_the_timeout() {
     other.signal(libc::SIGSTOP);
     until_threads_are(&other, "TZ", usize::MAX);
     let transfer = peer.transfer(&writing).deadline(timeout).post().unwrap();
-    let (settled, begun) = (transfer.settled(), Instant::now());
-    let error = transfer.wait_blocking(CUT_OFF).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-    assert!(error.to_string().contains("has ended"), "{error}");
-    assert!(begun.elapsed() < timeout / 4, "it took {:?}", begun.elapsed());
-    // The peer may read the source of the write until it has ended.
-    other.kill();
-    settled.wait_blocking(CUT_OFF).unwrap();
+    // Longer than the second after which a silent peer is checked.
+    let early = transfer.settled().wait_blocking(Duration::from_secs(3));
+    assert_eq!(early.unwrap_err().kind(), ErrorKind::TimedOut, "the peer is stopped");
+    other.signal(libc::SIGCONT);
+    transfer.wait_blocking(CUT_OFF).unwrap();
     shut_down(&[&own]);
 }
 

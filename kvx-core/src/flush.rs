@@ -1,9 +1,32 @@
 //! Makes what network cards have written to devices visible to them, before data counts as arrived.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::DeviceAccess;
+use crate::sync::Mutex;
 use crate::ticket::Ticket;
+
+/// The devices that are flushed before a notification is delivered.
+#[derive(Default)]
+pub(crate) struct FlushedDevices {
+    any: AtomicBool,
+    devices: Mutex<Vec<Arc<dyn DeviceAccess>>>,
+}
+
+impl FlushedDevices {
+    /// Adds a device, if it needs a flush.
+    pub(crate) fn note(&self, device: Option<&Arc<dyn DeviceAccess>>) {
+        let mut devices = self.devices.lock();
+        note(&mut devices, device);
+        self.any.store(!devices.is_empty(), Ordering::Release);
+    }
+
+    /// Returns the devices. Takes no lock if there are none.
+    pub(crate) fn all(&self) -> Vec<Arc<dyn DeviceAccess>> {
+        if self.any.load(Ordering::Acquire) { self.devices.lock().clone() } else { Vec::new() }
+    }
+}
 
 /// Adds a device to those to flush, if it needs that and is not among them.
 pub(crate) fn note(

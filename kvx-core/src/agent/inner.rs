@@ -8,7 +8,7 @@ use crate::budget::Budget;
 use crate::completion::{Completion, Promise};
 use crate::deadline::Clock;
 use crate::fault_injection::injected;
-use crate::flush;
+use crate::flush::{self, FlushedDevices};
 use crate::identity::{Identity, LinkId, RegionId, TransferId};
 use crate::inbox::Inbox;
 use crate::metadata::{AdmissionTerms, RegionInfo};
@@ -17,7 +17,7 @@ use crate::sync::Mutex;
 use crate::telemetry::Meters;
 use crate::ticket::Ticket;
 use crate::transport::{Admission, Events, LinkState, QueueFull, Transport};
-use crate::{Deadline, DeviceAccess, Error, ErrorKind, MemoryKind, Result, Sender, fork};
+use crate::{Deadline, Error, ErrorKind, MemoryKind, Result, Sender, fork};
 
 pub(crate) struct AgentInner {
     pub(crate) identity: Identity,
@@ -32,7 +32,7 @@ pub(crate) struct AgentInner {
     pub(crate) budget: Budget,
     pub(super) inbox: Inbox,
     /// The devices of registered memory that are flushed before a notification is delivered.
-    pub(super) flushed: Mutex<Vec<Arc<dyn DeviceAccess>>>,
+    pub(super) flushed: FlushedDevices,
     pub(super) tables: Mutex<Tables>,
     ids: AtomicU64,
     pub(super) closed: AtomicBool,
@@ -79,6 +79,32 @@ pub(crate) trait OwnsLinks: Send + Sync {
     fn end(self: Arc<Self>, why: Error);
 }
 
+/// A notification that waits for a flush, and is delivered also if a device loses that.
+struct HeldNotification {
+    agent: Weak<AgentInner>,
+    flushed: Option<Result<()>>,
+}
+
+impl HeldNotification {
+    fn release(mut self, flushed: Result<()>) {
+        self.flushed = Some(flushed);
+    }
+}
+
+impl Drop for HeldNotification {
+    fn drop(&mut self) {
+        let flushed = self.flushed.take().unwrap_or_else(|| {
+            Err(ErrorKind::Forgotten.because("the device lost the ticket of a flush"))
+        });
+        if let Err(error) = flushed {
+            tracing::error!(%error, "a device may not see what a network card has written");
+        }
+        if let Some(agent) = self.agent.upgrade() {
+            agent.inbox.release();
+        }
+    }
+}
+
 /// Receives the reports of transports. Holds the agent weakly, so that transports do not keep it
 /// alive.
 pub(super) struct Sink(pub(super) Mutex<Weak<AgentInner>>);
@@ -103,23 +129,13 @@ impl AgentInner {
     /// Receives a notification. The data that it belongs to may be on a device, which must see it
     /// before the program does anything with it.
     fn notified(self: &Arc<Self>, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
-        let devices = self.flushed.lock().clone();
+        let devices = self.flushed.all();
         if devices.is_empty() {
             return self.inbox.deliver(from, bytes);
         }
         self.inbox.hold(from, bytes)?;
-        let agent = Arc::downgrade(self);
-        flush::flush(
-            devices,
-            Ticket::new(move |flushed| {
-                if let Err(error) = flushed {
-                    tracing::error!(%error, "a device may not see what a network card has written");
-                }
-                if let Some(agent) = agent.upgrade() {
-                    agent.inbox.release();
-                }
-            }),
-        );
+        let held = HeldNotification { agent: Arc::downgrade(self), flushed: None };
+        flush::flush(devices, Ticket::new(move |flushed| held.release(flushed)));
         Ok(())
     }
 
@@ -139,7 +155,7 @@ impl AgentInner {
             staged,
             budget,
             inbox,
-            flushed: Mutex::default(),
+            flushed: FlushedDevices::default(),
             tables: Mutex::default(),
             ids: AtomicU64::new(1),
             closed: AtomicBool::new(false),
@@ -266,5 +282,65 @@ impl AgentInner {
 
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Direction, Invitation, Piece};
+    use crate::budget::Limits;
+    use crate::inbox::InboxLimits;
+    use crate::{DeviceAccess, DeviceId, Incarnation, Memory};
+
+    /// A device that loses the ticket of its first flush.
+    #[derive(Default)]
+    struct Loses(AtomicBool);
+
+    // SAFETY: it accesses no memory.
+    unsafe impl DeviceAccess for Loses {
+        fn kind(&self) -> MemoryKind {
+            MemoryKind::Cuda
+        }
+        fn device(&self) -> DeviceId {
+            DeviceId([1; 16])
+        }
+        fn ordinal(&self) -> u32 {
+            0
+        }
+        fn pinned(&self, len: usize) -> Result<Memory> {
+            Ok(Memory::owned(vec![0; len]))
+        }
+        unsafe fn copy(&self, _: Direction, _: &[Piece], done: Ticket) {
+            done.settle(Ok(()));
+        }
+        fn needs_flush(&self) -> bool {
+            true
+        }
+        fn flush(&self, done: Ticket) {
+            if self.0.swap(true, Ordering::Relaxed) {
+                done.settle(Ok(()));
+            }
+        }
+    }
+
+    #[test]
+    fn a_flush_that_a_device_loses_holds_back_no_notification() {
+        let identity =
+            |name: &str| Identity { name: name.into(), incarnation: Incarnation([1; 16]) };
+        let invited = AdmissionTerms { by: Invitation::from_bytes([1; 32]), with_secret: false };
+        let (budget, inbox) = (Budget::new(Limits::default()), Inbox::new(InboxLimits::default()));
+        let opened = (Vec::new(), Vec::new());
+        let agent = AgentInner::new((identity("a"), invited), opened, false, budget, inbox);
+        let agent = Arc::new(agent.unwrap());
+        let device: Arc<dyn DeviceAccess> = Arc::new(Loses::default());
+        agent.flushed.note(Some(&device));
+        let from = identity("b");
+        for bytes in [b"first", b"later"] {
+            let from = Sender { name: &from.name, incarnation: from.incarnation };
+            agent.notified(from, bytes).unwrap();
+            let notification = agent.inbox.take().0.expect("it is delivered");
+            assert_eq!(*notification.bytes, *bytes);
+        }
     }
 }

@@ -15,7 +15,6 @@ use inner::{AgentInner, Open, OwnsLinks, Tables};
 use crate::completion::{Completion, Promise};
 use crate::deadline::Reason;
 use crate::fault_injection::injected;
-use crate::flush;
 use crate::identity::{Generation, Identity, Incarnation, RegionId, RegionKey, checked_name};
 use crate::inbox::Notification;
 use crate::metadata::{Metadata, RegionInfo};
@@ -239,7 +238,7 @@ impl Agent {
                 local.as_ref().ok().map(|local| (at as u8, local.export().to_vec()))
             })
             .collect();
-        flush::note(&mut self.0.inner.flushed.lock(), memory.device_access());
+        self.0.inner.flushed.note(memory.device_access());
         let info = RegionInfo {
             id,
             key,

@@ -31,8 +31,6 @@ pub(super) struct PoolState {
     queue: VecDeque<Weak<SharedStream>>,
     /// Stores that keep a buffer although their socket has no bytes.
     paused: Vec<Weak<SharedStream>>,
-    /// The error of an allocation for which streams wait, until one of them takes it.
-    refused: Option<Error>,
 }
 
 impl Pool {
@@ -46,10 +44,7 @@ impl Pool {
         let done: MemoryReceiver =
             Box::new(move |made| match made.and_then(|memory| pool.check(memory)) {
                 Ok(memory) => pool.give(memory),
-                Err(error) => {
-                    pool.state.lock().refused = Some(error);
-                    pool.not_made();
-                }
+                Err(error) => pool.not_made(&error),
             });
         Arc::clone(&self.access).pinned_later(self.len, done);
     }
@@ -80,7 +75,7 @@ impl Pool {
             match self.make() {
                 Ok(memory) => self.give(memory),
                 Err(error) => {
-                    self.not_made();
+                    self.not_made(&error);
                     return Err(error);
                 }
             }
@@ -88,12 +83,12 @@ impl Pool {
     }
 
     /// Handles a failed allocation: the streams that wait for a buffer may wait in vain.
-    fn not_made(&self) {
+    fn not_made(&self, error: &Error) {
         let mut state = self.state.lock();
         state.made -= 1;
         let queue = state.take_waiting();
         drop(state);
-        ask_again(queue);
+        ask_again(queue, Some(error));
     }
 
     /// Returns a buffer, or `None` if `stream` must wait for the next one, which may have to be
@@ -102,12 +97,12 @@ impl Pool {
         self: &Arc<Self>,
         stream: &Arc<SharedStream>,
     ) -> Result<Option<BounceBuffer>> {
+        let refused = stream.events.lock().refused.take();
         let mut state = self.state.lock();
         if let Some(memory) = state.free.pop() {
             return Ok(Some(BounceBuffer::new(memory, self)));
         }
         // After a refusal the existing buffers must do.
-        let refused = state.refused.take();
         let makes = state.made < self.count + state.more && refused.is_none();
         if !makes && state.lost == state.made {
             return Err(refused.unwrap_or_else(|| {
@@ -160,7 +155,7 @@ impl Pool {
         state.more += self.count;
         let queue = std::mem::take(&mut state.queue);
         drop(state);
-        ask_again(queue);
+        ask_again(queue, None);
     }
 
     /// Handles a buffer that will never be returned.
@@ -174,7 +169,7 @@ impl Pool {
         state.lost += 1;
         let queue = state.take_waiting();
         drop(state);
-        ask_again(queue);
+        ask_again(queue, None);
     }
 
     /// Returns true if others wait for a buffer; otherwise `stream` is woken once they do.
@@ -198,9 +193,12 @@ impl PoolState {
     }
 }
 
-fn ask_again(queue: VecDeque<Weak<SharedStream>>) {
+/// Lets streams ask again, after this error of an allocation for which they waited.
+fn ask_again(queue: VecDeque<Weak<SharedStream>>, refused: Option<&Error>) {
     for stream in queue.iter().filter_map(Weak::upgrade) {
-        stream.events.lock().queued = false;
+        let mut events = stream.events.lock();
+        (events.queued, events.refused) = (false, refused.cloned());
+        drop(events);
         stream.wake();
     }
 }

@@ -24,6 +24,8 @@ pub(super) struct SharedStream {
 pub(super) struct StreamEvents {
     /// True if the stream waits in the pool's queue, or was granted a buffer.
     pub(super) queued: bool,
+    /// The error of the allocation for which the stream waited, until it asks again.
+    pub(super) refused: Option<Error>,
     granted: Option<BounceBuffer>,
     /// The copies that have ended, by number, with their buffer if the stream wants it.
     landed: Vec<(u64, Result<Option<BounceBuffer>>)>,

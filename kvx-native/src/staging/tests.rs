@@ -569,6 +569,20 @@ fn a_stream_whose_buffer_is_refused_while_it_asks_asks_again() {
 }
 
 #[test]
+fn the_error_of_a_buffer_goes_to_no_later_stream() {
+    let (slow, stager, memories, _tokens) = slow_pinning(false);
+    let fetch = || stager.fetch(1, memories.clone(), Blocks::whole(BUFFER).extents()).unwrap();
+    let mut first = fetch();
+    first.resume().unwrap();
+    let asked = slow.asked.lock().pop().expect("a buffer is asked for");
+    asked(Err(ErrorKind::Exhausted.because("no memory to pin")));
+    drop(first);
+    let mut later = fetch();
+    later.resume().unwrap();
+    assert_eq!(slow.asked.lock().len(), 1, "it asks for a buffer of its own");
+}
+
+#[test]
 fn a_stream_does_not_wait_while_the_driver_pins_its_buffer() {
     for works in [true, false] {
         let (slow, stager, memories, tokens) = slow_pinning(false);

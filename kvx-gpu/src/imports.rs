@@ -117,12 +117,16 @@ impl Imports {
         owner: ProcessWatch,
     ) -> Result<(u64, u64, ImportGuard)> {
         let guard = || ImportGuard { imports: Arc::clone(self), calls, key: key.to_vec() };
-        if let Some(opened) = self.0.lock().by_handle.get_mut(key) {
-            if opened.owner.is_exiting() {
+        let known = self.0.lock().by_handle.get(key).map(|opened| Arc::clone(&opened.owner));
+        if let Some(known) = known {
+            // Reads files, so not under the lock, which each copy takes.
+            if known.is_exiting() {
                 return Err(owner_ended());
             }
-            opened.uses += 1;
-            return Ok((opened.address, opened.len, guard()));
+            if let Some(opened) = self.0.lock().by_handle.get_mut(key) {
+                opened.uses += 1;
+                return Ok((opened.address, opened.len, guard()));
+            }
         }
         let owner = Arc::new(owner);
         let (address, len, mapped) = match map(driver, handle, &owner) {

@@ -57,7 +57,7 @@ pub(crate) struct CudaCalls {
     batch: Option<Batch>,
     /// Since CUDA 12.8.
     first_batch: Option<FirstBatch>,
-    /// Missing where no network card reaches the device.
+    /// Since CUDA 11.3.
     flush: Option<unsafe extern "C" fn(c_int, c_int) -> Status>,
     /// Since CUDA 11.7.
     dma_buf: Option<unsafe extern "C" fn(*mut c_int, Address, usize, c_int, u64) -> Status>,

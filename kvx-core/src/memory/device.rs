@@ -95,7 +95,9 @@ pub struct DmaBuf {
     pub offset: u64,
 }
 
-/// Receives memory, or the reason why there is none, on any thread.
+/// Receives memory, or the reason why there is none, on any thread. That may be the thread that
+/// makes the device's blocking calls: it must not wait there for the device, as
+/// [`pinned`](DeviceAccess::pinned), [`open`](DeviceAccess::open) and building a pool do.
 pub type MemoryReceiver = Box<dyn FnOnce(Result<Memory>) + Send>;
 
 /// Access to the memory of a GPU. `kvx-cuda` and `kvx-rocm` implement it; `kvx-testkit` has a

@@ -21,7 +21,8 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_reuseaddr, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, bind, connect, socket_with};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -67,6 +68,8 @@ const RANDOM: usize = 64 << 10;
 /// debug build takes a second to answer that much.
 const UNREAD_CONNECTIONS: usize = 2;
 const UNREAD: usize = 4 << 20;
+/// The number of ports from which a connection is tried.
+const PORTS_TRIED: usize = 32;
 /// The number of descriptors that this process needs at most.
 const DESCRIPTORS: u64 = 4096;
 /// How long a connection may wait to be accepted before an attacker tries the next one.
@@ -179,12 +182,23 @@ pub fn connect_from(
     to: impl Into<SocketAddr>,
     limit: Duration,
 ) -> io::Result<TcpStream> {
-    let socket = socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    bind(&socket, &SocketAddr::from((from, 0)))?;
-    set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
-    connect(&socket, &to.into())?;
-    set_socket_timeout(&socket, Timeout::Send, None)?;
-    Ok(socket.into())
+    let to = to.into();
+    for _ in 0..PORTS_TRIED {
+        let socket =
+            socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        // Otherwise a server could not listen at this port for a minute after the connection.
+        set_socket_reuseaddr(&socket, true)?;
+        bind(&socket, &SocketAddr::from((from, 0)))?;
+        set_socket_timeout(&socket, Timeout::Send, Some(limit))?;
+        match connect(&socket, &to) {
+            // A connection of this port to the same server has just ended.
+            Err(Errno::ADDRNOTAVAIL) => continue,
+            result => result?,
+        }
+        set_socket_timeout(&socket, Timeout::Send, None)?;
+        return Ok(socket.into());
+    }
+    Err(io::ErrorKind::AddrNotAvailable.into())
 }
 
 /// Lets this process open as many descriptors as an attack needs.
@@ -299,7 +313,10 @@ impl<'a> Siege<'a> {
         }
         let crowd = self.stage("silent connections", say(self.bounds.crowd, &[]))?;
         let (came, places) = (crowd.len(), self.bounds.connections);
-        ensure!(came > places, "a crowd of {came} does not fill the {places} places");
+        ensure!(
+            came > places || self.bounds.crowd <= places,
+            "a crowd of {came} does not fill the {places} places"
+        );
         drop(crowd);
         self.connections_end("their end", &Stopwatch::start()?, Duration::ZERO)?;
         self.stage("random bytes", self.attackers.say_random(FEW, RANDOM))?;

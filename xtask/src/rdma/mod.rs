@@ -87,7 +87,7 @@ pub(crate) fn run(options: &RdmaOptions) -> Result<bool> {
         job(options, &programs(&folder)?, &libraries, &fs::read_to_string(script("clauses.sh"))?)?;
     fs::write(out.join("job"), job)?;
     for old in ["results", "said", "status"] {
-        // They are absent before the first run.
+        // The first run finds none.
         if let Err(why) = fs::remove_file(out.join(old))
             && why.kind() != io::ErrorKind::NotFound
         {
@@ -181,7 +181,8 @@ export FI_PROVIDER_PATH={libraries}/libfabric FI_UNIVERSE_SIZE=16
         if chosen.iter().any(|part| name.contains(part)) {
             writeln!(
                 job,
-                "timeout -k 10 {} {} bench {BENCH} {arguments} && r=holds || r='FAILED'\necho '{name}' $r 0 >> /out/results",
+                "timeout -k 10 {} {} bench {BENCH} {arguments} && r=holds || r='FAILED'\necho \
+                 '{name}' $r 0 >> /out/results",
                 TEST_LIMIT.as_secs(),
                 program("kvx-cli")?
             )?;

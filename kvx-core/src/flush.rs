@@ -22,9 +22,14 @@ impl FlushedDevices {
         self.any.store(!devices.is_empty(), Ordering::Release);
     }
 
+    /// Returns true if there are none. Takes no lock.
+    pub(crate) fn is_empty(&self) -> bool {
+        !self.any.load(Ordering::Acquire)
+    }
+
     /// Returns the devices. Takes no lock if there are none.
     pub(crate) fn all(&self) -> Vec<Arc<dyn DeviceAccess>> {
-        if self.any.load(Ordering::Acquire) { self.devices.lock().clone() } else { Vec::new() }
+        if self.is_empty() { Vec::new() } else { self.devices.lock().clone() }
     }
 }
 

@@ -124,9 +124,10 @@ impl Inbox {
     /// # Errors
     /// [`QueueFull`]: the sender's transport keeps the notification and stops reading.
     pub(crate) fn deliver(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
+        let from = identity(from);
         let mut state = self.state.lock();
         state.sweep();
-        self.insert(state, identity(from), Cow::Borrowed(bytes), true)
+        self.insert(state, from, Cow::Borrowed(bytes), true)
     }
 
     /// Receives a notification, but keeps it until [`release`](Inbox::release).
@@ -134,9 +135,9 @@ impl Inbox {
     /// # Errors
     /// Those of [`deliver`](Inbox::deliver).
     pub(crate) fn hold(&self, from: Sender<'_>, bytes: &[u8]) -> Result<(), QueueFull> {
+        let from = identity(from);
         let mut state = self.state.lock();
         state.sweep();
-        let from = identity(from);
         // Each expectation takes one of each sender, and that one needs no space.
         let wants = |one: &&ExpectedSenders| *one.bytes == *bytes && !one.seen.contains(&from);
         let is_same = |one: &&Notification| one.from == from && *one.bytes == *bytes;

@@ -32,7 +32,7 @@ pub(crate) struct AgentInner {
     pub(crate) budget: Budget,
     pub(super) inbox: Inbox,
     /// The devices of registered memory that are flushed before a notification is delivered.
-    pub(super) flushed: FlushedDevices,
+    pub(crate) flushed: FlushedDevices,
     pub(super) tables: Mutex<Tables>,
     ids: AtomicU64,
     pub(super) closed: AtomicBool,

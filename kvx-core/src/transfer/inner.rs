@@ -430,7 +430,8 @@ impl Settle for TransferInner {
             return; // this fault settles a transfer twice
         }
         let mut devices = Vec::new();
-        if result.is_ok() && self.plan.0.op == Op::Read {
+        let flushes = !self.peer.agent.flushed.is_empty();
+        if flushes && result.is_ok() && self.plan.0.op == Op::Read {
             for local in &self.plan.0.locals {
                 flush::note(&mut devices, local.core().memory.device_access());
             }

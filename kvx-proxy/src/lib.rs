@@ -53,11 +53,6 @@ pub mod bench {
             HealthyFleet(fleet)
         }
 
-        /// Chooses a decode instance, and returns true if there is one.
-        pub fn choose(&self, tokens: u64, prefix: u64) -> bool {
-            self.0.choose_alone(&wanted(tokens, prefix, &[])).is_some()
-        }
-
         /// Chooses a prefill instance and a decode instance for it, and returns true if there are
         /// both.
         pub fn choose_pair(&self, tokens: u64, prefix: u64, chunks: &[u64]) -> bool {

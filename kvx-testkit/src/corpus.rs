@@ -38,8 +38,8 @@ fn replay_one(name: &str, folder: &Path, target: fn(&[u8])) {
     fuzz(name, &seeds, &[[]; 0], MUTATIONS, target);
 }
 
-/// Makes the unit test of a crate's fuzz targets: [`replay`], and the allocator that it needs. For a
-/// module of its own.
+/// Makes the unit test of a crate's fuzz targets: [`replay`], and the allocator that it needs. For
+/// a module of its own.
 #[macro_export]
 macro_rules! replay_test {
     ($targets:expr) => {

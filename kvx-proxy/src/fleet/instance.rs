@@ -404,9 +404,9 @@ impl Instance {
             }
     }
 
-    /// Returns for how many tokens the instance is busy with a request of `tokens`, whose prompt has
-    /// these chunks: those that it has not cached, but at least a part, since it loads and sends
-    /// cached ones as well.
+    /// Returns for how many tokens the instance is busy with a request of `tokens`, whose prompt
+    /// has these chunks: those that it has not cached, but at least a part, since it loads and
+    /// sends cached ones as well.
     pub(super) fn uncached(&self, tokens: u64, chunks: &[u64]) -> u64 {
         // Each rank has a cache of its own, and ranks take turns.
         if chunks.is_empty() || self.setup.ranks > 1 || self.state.has_ranks() {

@@ -207,16 +207,14 @@ impl<Sink: ContentSink> ContentReader<'_, Sink> {
                 });
             }
             Some(b'{') if levels > 0 => {
+                let mut texts = [None; WITH_TEXT.len()];
                 for_each_field(json, |key, value| {
-                    if !WITH_TEXT.contains(&key) {
-                        self.into.other(key, value.as_bytes());
+                    match WITH_TEXT.iter().position(|known| *known == key) {
+                        Some(at) => texts[at] = Some(value),
+                        None => self.into.other(key, value.as_bytes()),
                     }
                 });
-                for key in WITH_TEXT {
-                    if let Some(inner) = get(json, key) {
-                        self.read(inner, levels - 1);
-                    }
-                }
+                texts.into_iter().flatten().for_each(|text| self.read(text, levels - 1));
             }
             _ if is_number(json) => {
                 let id: u64 = serde_json::from_str(json).unwrap_or(0);

@@ -393,7 +393,8 @@ impl Setup {
                 if let Some(twice) = instances.iter().find(|instance| !seen.insert(instance.name()))
                 {
                     return Err(Error::new(format!(
-                        "pool {:?} has the {role} instance {} twice; remove one, or give it a weight",
+                        "pool {:?} has the {role} instance {} twice; remove one, or give it a \
+                         weight",
                         pool.name,
                         twice.name()
                     )));

@@ -57,12 +57,6 @@ impl<'a> Attackers<'a> {
         self.most.load(Ordering::Relaxed)
     }
 
-    /// Counts a peer that has sent these bytes otherwise.
-    pub(super) fn count_peer(&self, sent: u64) {
-        self.sent.fetch_add(sent, Ordering::Relaxed);
-        self.most.fetch_max(1, Ordering::Relaxed);
-    }
-
     fn enter(&'a self) -> io::Result<Attacker<'a>> {
         let stream = (self.connect)()?;
         let open = self.open.fetch_add(1, Ordering::Relaxed) + 1;

@@ -219,35 +219,11 @@ impl Listener<'_> {
     /// # Errors
     /// The bound that does not hold, with the attack that showed it.
     pub fn attack(
-        self,
+        mut self,
         connect: impl Fn() -> io::Result<OwnedFd> + Sync,
         bytes: &AttackBytes,
     ) -> Result<Cost, Failure> {
         allow_descriptors()?;
-        self.measure(&Attackers::new(&connect), |siege| siege.run(bytes))
-    }
-
-    /// Lets `flood` attack the listener as a single peer, for example by a native library. It
-    /// returns the number of bytes that it has sent.
-    ///
-    /// # Errors
-    /// The bound that does not hold, or the error of `flood`.
-    pub fn attack_by(self, flood: impl FnOnce() -> Result<u64, Failure>) -> Result<Cost, Failure> {
-        let no_sockets = || Err(io::ErrorKind::Unsupported.into());
-        let attackers = Attackers::new(&no_sockets);
-        self.measure(&attackers, |siege| {
-            attackers.count_peer(flood()?);
-            siege.holds("a flood of messages")?;
-            siege.resources_return()
-        })
-    }
-
-    /// Measures the cost of an attack.
-    fn measure(
-        mut self,
-        attackers: &Attackers<'_>,
-        attack: impl FnOnce(&Siege<'_>) -> Check,
-    ) -> Result<Cost, Failure> {
         let began = Instant::now();
         for _ in 0..WARM_UP {
             self.clients.iter_mut().try_for_each(|client| client.work(PATIENCE).map(drop))?;
@@ -256,12 +232,13 @@ impl Listener<'_> {
         let before = usage::settled(process)?;
         usage::reset_peak(process)?;
         let (end, peak, rounds) = (AtomicBool::new(false), PeakUsage::default(), Rounds::default());
+        let attackers = &Attackers::new(&connect);
         let siege = Siege { process, bounds, attackers, before, peak: &peak, rounds: &rounds };
         let attacked = std::thread::scope(|scope| {
             let _ended = SetOnDrop(&end);
             scope.spawn(|| watch_until(process, &peak, &end));
             scope.spawn(|| work_until(&mut clients, bounds.deadline, &rounds, &end));
-            attack(&siege)
+            siege.run(bytes)
         });
         attacked.map_err(|why| Failure::new(format!("{name}: {why}")))?;
         let highest = peak.highest();

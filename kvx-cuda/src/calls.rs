@@ -99,8 +99,8 @@ impl CudaCalls {
         }))
     }
 
-    /// Returns an attribute of an address that is a number of 64 bits; `None` if the driver does not
-    /// know it.
+    /// Returns an attribute of an address that is a number of 64 bits; `None` if the driver does
+    /// not know it.
     fn number_of(&self, attribute: c_int, address: u64) -> Option<u64> {
         let (mut asked, mut number) = (attribute, 0u64);
         let mut place: *mut c_void = (&raw mut number).cast();

@@ -154,7 +154,8 @@ impl OpenRails {
 fn device_number(kind: MemoryKind, ordinal: u32) -> Result<c_int> {
     c_int::try_from(ordinal).map_err(|_| {
         let why = format!(
-            "the driver's number of this {kind} device is unknown ({ordinal}): register memory whose device reports it, or host memory"
+            "the driver's number of this {kind} device is unknown ({ordinal}): register memory \
+             whose device reports it, or host memory"
         );
         ErrorKind::Unsupported.because(why).with_backend(NAME)
     })
@@ -189,7 +190,8 @@ fn plain_registration(kind: MemoryKind, provider: &str, why: &Error) -> String {
         _ => "a kernel driver that gives cards access to its memory",
     };
     format!(
-        "{provider} registers {kind} memory by its address, which needs {module} and a provider built for {kind}, because it was not registered as a dma-buf: {why}"
+        "{provider} registers {kind} memory by its address, which needs {module} and a provider \
+         built for {kind}, because it was not registered as a dma-buf: {why}"
     )
 }
 

@@ -275,7 +275,8 @@ fn check_version(library: &Library, provider: &str) -> Result<()> {
         return Ok(());
     }
     let why = format!(
-        "kvx uses {provider} from libfabric {} on, and {} is {}: set KVX_LIBFABRIC_LIB to a newer one (EFA's installer includes one)",
+        "kvx uses {provider} from libfabric {} on, and {} is {}: set KVX_LIBFABRIC_LIB to a newer \
+         one (EFA's installer includes one)",
         known.since,
         library.path().display(),
         library.version()
@@ -292,7 +293,8 @@ fn check_copies() -> Result<()> {
         return Ok(());
     }
     let why = format!(
-        "kvx moves bytes over shm by copies between processes, which {VARIABLE}={value} forbids: unset it, or use the backend SHM"
+        "kvx moves bytes over shm by copies between processes, which {VARIABLE}={value} forbids: \
+         unset it, or use the backend SHM"
     );
     Err(ErrorKind::Unavailable.because(why).with_backend(NAME))
 }

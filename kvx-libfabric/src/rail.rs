@@ -349,7 +349,8 @@ impl Rail {
                 }
             } else if !context.is_null() {
                 tracing::error!(
-                    "libfabric reports the end of an operation that was not posted: report this as a bug"
+                    "libfabric reports the end of an operation that was not posted: report this \
+                     as a bug"
                 );
             }
         })?;

@@ -39,7 +39,9 @@ impl Address {
             return Ok(());
         }
         let why = format!(
-            "the peer has UCX {theirs} and this agent {ours}: UCX from {WITHOUT_TCP_KEYS} on rejects memory keys of older versions; install one version on both hosts, or use another backend"
+            "the peer has UCX {theirs} and this agent {ours}: UCX from {WITHOUT_TCP_KEYS} on \
+             rejects memory keys of older versions; install one version on both hosts, or use \
+             another backend"
         );
         Err(ErrorKind::Incompatible.because(why).with_backend(NAME))
     }

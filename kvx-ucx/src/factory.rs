@@ -121,7 +121,8 @@ impl Factory for Ucx {
             cautions.push(OLD_RDMA.to_owned());
         } else if !rdma && !cards.is_empty() {
             cautions.push(format!(
-                "UCX uses none of this machine's RDMA cards ({}): it was built without RDMA, or its settings exclude the cards",
+                "UCX uses none of this machine's RDMA cards ({}): it was built without RDMA, or \
+                 its settings exclude the cards",
                 cards.join(", ")
             ));
         }

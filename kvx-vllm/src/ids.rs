@@ -9,8 +9,8 @@ use std::sync::Arc;
 /// before anything is allocated.
 pub const MAX_RANKS: u32 = 1024;
 
-/// A request's name in one engine. The other engine may use the same name or another: the parameters
-/// of a load carry the prefill's.
+/// A request's name in one engine. The other engine may use the same name or another: the
+/// parameters of a load carry the prefill's.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(Arc<str>);
 

@@ -62,13 +62,14 @@ pub(crate) enum Request {
     },
     /// Test and measure on this machine's NVIDIA GPU (docs/library/gpu.md)
     Gpu(GpuOptions),
-    /// Run the contract over RDMA verbs, with a card in software in a virtual machine (Debian 12, as
-    /// root)
+    /// Run the contract over RDMA verbs, with a card in software in a virtual machine (Debian 12,
+    /// as root)
     Rdma(RdmaOptions),
     /// Run random work for hours while peers are killed, restarted and revoked
     /// (docs/project/reliability.md)
     Soak(SoakOptions),
-    /// Print tables of how transfers end when something fails (docs/project/reliability.md); twenty minutes
+    /// Print tables of how transfers end when something fails (docs/project/reliability.md); twenty
+    /// minutes
     Faults(FaultsOptions),
 }
 

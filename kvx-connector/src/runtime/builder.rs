@@ -80,8 +80,8 @@ impl ConnectorBuilder {
         self
     }
 
-    /// Sets the number of tokens in a logical block, the blocks that the engine's lists count. It is
-    /// `block_tokens` times `kernel_per_logical` of `Caches::of_layers`. Default: 16.
+    /// Sets the number of tokens in a logical block, the blocks that the engine's lists count. It
+    /// is `block_tokens` times `kernel_per_logical` of `Caches::of_layers`. Default: 16.
     pub fn block_size(mut self, tokens: u32) -> Self {
         self.block_size = tokens;
         self

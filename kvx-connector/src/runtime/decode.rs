@@ -42,9 +42,10 @@ pub struct LoadError {
     pub failure: LoadFailure,
     /// The next step for the request: fail it, or compute the rest of its prompt here.
     ///
-    /// `kv_load_failure_policy` decides (`fail` by default), with these exceptions. It is [`Then::Fail`] after the
-    /// deadline of the request and after a shutdown. It is [`Then::Recompute`] for a load that was
-    /// refused before it started, or that failed with [`LoadFailure::Expiring`].
+    /// `kv_load_failure_policy` decides (`fail` by default), with these exceptions. It is
+    /// [`Then::Fail`] after the deadline of the request and after a shutdown. It is
+    /// [`Then::Recompute`] for a load that was refused before it started, or that failed with
+    /// [`LoadFailure::Expiring`].
     pub then: Then,
     /// Blocks with wrong contents. They must never enter a prefix cache.
     pub invalid: Vec<u32>,
@@ -191,7 +192,8 @@ fn begin(
     let held = u32::try_from(params.remote_num_tokens.unwrap_or(all)).unwrap_or(u32::MAX);
     if computed > held {
         return refused(format!(
-            "the engine has {computed} tokens of the prompt, and the prefill has {held}: load nothing"
+            "the engine has {computed} tokens of the prompt, and the prefill has {held}: load \
+             nothing"
         ));
     }
     if computed < held && !computed.is_multiple_of(size) {

@@ -58,8 +58,8 @@ impl PeerState {
         self.parked.push(job);
     }
 
-    /// Returns whether a transfer that is posted to the lost peer waits for a probe. A probe without
-    /// an answer for a while delays no further transfers.
+    /// Returns whether a transfer that is posted to the lost peer waits for a probe. A probe
+    /// without an answer for a while delays no further transfers.
     fn awaits_probe(&self) -> bool {
         self.probe.as_ref().is_none_or(|probe| Instant::now() < probe.awaited_until)
     }

@@ -44,7 +44,8 @@ const PROHIBITIONS: &[Prohibition] = &[
         since: Version::of(1, 21),
         concerns: |info| info.provider() == "efa",
         danger: Some(
-            "a killed process can block its peers on this host, unless FI_EFA_ENABLE_SHM_TRANSFER is 0",
+            "a killed process can block its peers on this host, unless FI_EFA_ENABLE_SHM_TRANSFER \
+             is 0",
         ),
     },
 ];

@@ -14,8 +14,8 @@ pub enum LoadFailure {
     Handshake(String),
     /// A read, a registration or a notification failed.
     Transfer(String),
-    /// The lease ended, the peer reused the blocks before they were read, or another load has fetched
-    /// the request already.
+    /// The lease ended, the peer reused the blocks before they were read, or another load has
+    /// fetched the request already.
     Stale,
     /// Blocks do not match the digests that the peer published.
     Corrupt,

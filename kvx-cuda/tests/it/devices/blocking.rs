@@ -1,5 +1,5 @@
-//! Tests that driver calls which may wait for all work of a device run on kvx's thread for them: not
-//! on the thread of a transport, nor where memory is dropped or a copy is posted.
+//! Tests that driver calls which may wait for all work of a device run on kvx's thread for them:
+//! not on the thread of a transport, nor where memory is dropped or a copy is posted.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -283,8 +283,8 @@ fn is_there(how: u8, to: &[u8], from: &[u8], block: usize, orders: [u32; 2]) {
     }
 }
 
-/// Runs once. Returns the number of transfers that arrived, the end that was killed, and the hash of
-/// the run.
+/// Runs once. Returns the number of transfers that arrived, the end that was killed, and the hash
+/// of the run.
 fn run(seed: u64) -> (u64, Killed, u64) {
     cut::by(Some(seed));
     let mut pair = Pair::new(seed);

@@ -1,8 +1,8 @@
 //! The part of an engine's state that decides what the engine does next, as one number.
 //!
-//! It is a hash of the engine's `Debug` text, so it contains each field of each type except those of
-//! `is_omitted`. Times and stamps count from now, and moves have no numbers. `Debug` prints how many
-//! blocks a list has, not which: the model's own state has their numbers.
+//! It is a hash of the engine's `Debug` text, so it contains each field of each type except those
+//! of `is_omitted`. Times and stamps count from now, and moves have no numbers. `Debug` prints how
+//! many blocks a list has, not which: the model's own state has their numbers.
 
 use std::fmt::{self, Debug, Write};
 use std::hash::{DefaultHasher, Hasher};

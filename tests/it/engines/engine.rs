@@ -28,7 +28,7 @@ pub(crate) struct Spec {
     pub(crate) shape: Shape,
     /// The backends to configure; empty for the default.
     pub(crate) backends: Vec<String>,
-    /// The port of the side channel; 0 for any.
+    /// The port of the side channel of the first data-parallel rank; 0 for any.
     pub(crate) port: u16,
     /// The data-parallel rank of this engine among engines with the same name.
     pub(crate) data_parallel: u32,
@@ -222,10 +222,8 @@ impl Engine {
             config["kv_buffer_device"] = json!("cpu");
         }
         let mut surroundings = Surroundings::of_process().gpu(spec.on_device);
-        if spec.port > 0 {
-            for variable in ["VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"] {
-                surroundings = surroundings.variable(variable, spec.port.to_string());
-            }
+        for variable in ["VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT"] {
+            surroundings = surroundings.variable(variable, spec.port.to_string());
         }
         let config = KvTransferConfig::from_json(&config.to_string(), &surroundings)?;
         let mut factors = CompatibilityFactors::from_config(&config, "a test model");
@@ -235,7 +233,6 @@ impl Engine {
             .block_size(spec.shape.logical())
             .data_parallel_rank(spec.data_parallel)
             .workers(spec.shape.tp, spec.shape.pp);
-        let builder = if spec.port == 0 { builder.any_port() } else { builder };
         let connector = builder.build_blocking()?;
         let device = spec.on_device.then(|| TestDevice::new(MemoryKind::Cuda));
         let register = |worker| {

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Child, Failure, Grandchild, Host, ResourceUsage};
+use kvx_testkit::{Child, Failure, Grandchild, Host, ResourceUsage, free_port};
 use serde_json::{Value, json};
 
 use crate::engines::engine::{Answer, LoadOrder, Order, Spec};
@@ -46,7 +46,12 @@ impl Engine {
     }
 
     /// Starts an engine, on `host` if there is one.
-    pub(crate) fn start_on(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
+    pub(crate) fn start_on(mut spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
+        // No outgoing connection is assigned this port before the engine restarts at it. Ranks have
+        // the ports above it.
+        if spec.port == 0 {
+            spec.port = free_port(7)?;
+        }
         let program = std::env::current_exe()?;
         let mut command =
             host.map_or_else(|| Command::new(&program), |host| host.command(&program));
@@ -71,20 +76,9 @@ impl Engine {
     /// Kills the process if it still runs, and starts a new one in its place, at the same port.
     pub(crate) fn start_again(&mut self, id: &str) -> Result<(), Failure> {
         self.child.kill()?;
-        let spec = Spec { id: id.to_owned(), port: self.port, ..self.spec.clone() };
-        let until = Instant::now() + CUT_OFF;
-        loop {
-            match Engine::start(spec.clone()) {
-                Ok(engine) => *self = engine,
-                // An outgoing connection may have been assigned this port meanwhile.
-                Err(why) if why.to_string().contains("is taken") && Instant::now() < until => {
-                    std::thread::sleep(Duration::from_millis(50));
-                    continue;
-                }
-                Err(why) => return Err(why),
-            }
-            return Ok(());
-        }
+        let spec = Spec { id: id.to_owned(), ..self.spec.clone() };
+        *self = Engine::start(spec)?;
+        Ok(())
     }
 
     /// Starts another process as the first rank, after that was killed. It prints the outcome of

@@ -130,7 +130,7 @@ fn a_stopped_rank_costs_its_deadline_and_blocks(backend: &str) {
     let began = Instant::now();
     let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).join().unwrap_err();
     assert_eq!(error.failure, LoadFailure::Deadline);
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
+    assert!(began.elapsed() < LIMIT / 2, "{:?}", began.elapsed());
     assert!(!error.held.is_empty(), "the rank may still write to the block");
     // The rank may still write when it continues.
     assert_eq!(error.held.wait_blocking(Duration::from_secs(15)).unwrap(), Released::Lost);
@@ -170,7 +170,7 @@ fn a_stopped_prefill_rank_costs_loads_their_deadline(backend: &str) {
     prefill.ranks[1].stop().unwrap_or_else(|why| panic!("{why}"));
     let began = Instant::now();
     let error = decode.fetch("d", &params, &[1], Duration::from_secs(1)).join().unwrap_err();
-    assert!(began.elapsed() < Duration::from_secs(2), "{:?}: {error}", began.elapsed());
+    assert!(began.elapsed() < LIMIT / 2, "{:?}: {error}", began.elapsed());
     prefill.ranks[1].go_on().unwrap_or_else(|why| panic!("{why}"));
     assert_eq!(error.held.wait_blocking(LIMIT).unwrap(), Released::Free);
     prefill.compute(2, &[6], BLOCK);

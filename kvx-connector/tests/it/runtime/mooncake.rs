@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvx_connector::{Decode, LoadError, Loaded, Prefill, Released};
 use kvx_core::ErrorKind;
-use kvx_testkit::test;
+use kvx_testkit::{free_port, test};
 use kvx_vllm::engine::{
     Allocation, Arrival, Ending, Finished, Kept, NotLoaded, Outcome, RequestId, Status,
 };
@@ -71,11 +71,6 @@ fn given_up(prefill: &Engine, decode: &Engine) {
     assert!(prefill.connector.is_idle() && decode.connector.is_idle());
 }
 
-/// Returns a port at which nothing listens.
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
 /// Loads a block that a prefill publishes.
 fn load(prefill: &Engine, decode: &Engine, request: &str) -> Result<Loaded, LoadError> {
     let (lease, params) =
@@ -91,7 +86,7 @@ fn load(prefill: &Engine, decode: &Engine, request: &str) -> Result<Loaded, Load
 // vLLM 56: workers register again with a bootstrap server that was down or restarted
 #[test]
 fn a_bootstrap_server_that_is_down_or_restarted_costs_what_asks_it_then_and_nothing_else() {
-    let port = free_port();
+    let port = free_port(0).unwrap();
     let external = format!(r#"{{"bootstrap_server_address": "127.0.0.1:{port}"}}"#);
     let prefill = Engine::mooncake("prefill", &external, 1);
     let (decode, other) = (Engine::mooncake("decode", "{}", 1), Engine::mooncake("other", "{}", 1));

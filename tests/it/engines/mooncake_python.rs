@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use kvx_testkit::{Check, Child, Failure, Tier};
+use kvx_testkit::{Check, Child, Failure, Tier, free_port};
 use serde_json::{Value, json};
 
 use crate::engines::engine::Spec;
@@ -343,7 +343,8 @@ fn failures(backend: &str) -> Check {
     let first = name("python-first");
     let mut python = Python::start(&first)?;
     let mut decode = Engine::start(mooncake("decode", backend))?;
-    let port = python.ask(json!({"do": "serve"}))?["port"].clone();
+    let port = json!(free_port(0)?);
+    python.ask(json!({"do": "serve", "port": port}))?;
     let within = Duration::from_secs(2);
     python.publish("xfer-1", 1, true)?;
     // Mooncake may still write after its error, so the blocks stay held; the load fails at once.

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Check, Child, Failure, Tier};
+use kvx_testkit::{Check, Child, Failure, Tier, free_port};
 use serde_json::{Value, json};
 
 use crate::engines::engine::{Answer, Spec};
@@ -331,7 +331,8 @@ fn restarts(backend: &str) -> Check {
     let first = name("python-first");
     let mut python = Python::start(&first)?;
     let mut decode = Engine::start(spec("decode", backend))?;
-    let port = python.ask(json!({"do": "serve", "like": decode.port}))?["port"].clone();
+    let port = json!(free_port(0)?);
+    python.ask(json!({"do": "serve", "like": decode.port, "port": port}))?;
     let params = python.params("one", &port, 1, &first)?;
     decode.loads(&Load::new("one", 1, TOKENS), &params)?;
     let (within, lost) = (Duration::from_secs(5), python.params("two", &port, 2, &first)?);

@@ -11,7 +11,7 @@ use super::thread;
 use kvx_vllm::engine::{Address, ParamsTrust, Settings};
 use kvx_vllm::mapping::{Clip, GroupKind, window_blocks};
 use kvx_vllm::params::TransferMode;
-use kvx_vllm::wire::CompatibilityFactors;
+use kvx_vllm::wire::{CompatibilityFactors, CompatibilityHash};
 
 /// A KV cache group: layers whose blocks are allocated to requests together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +37,7 @@ pub struct ConnectorBuilder {
     block_size: u32,
     prefill_backoff: u32,
     any_port: bool,
+    hash: Option<CompatibilityHash>,
 }
 
 impl Connector {
@@ -70,6 +71,7 @@ impl ConnectorBuilder {
             block_size: 16,
             prefill_backoff: 0,
             any_port: false,
+            hash: None,
         }
     }
 
@@ -108,6 +110,13 @@ impl ConnectorBuilder {
     /// Sets how many tokens at the end of a prompt a prefill leaves to the decode. Default: none.
     pub fn prefill_backoff(mut self, tokens: u32) -> Self {
         self.prefill_backoff = tokens;
+        self
+    }
+
+    /// Sets the compatibility hash, in place of the one that the factors of the model result in: for
+    /// engines inside a vLLM, which calculates its own.
+    pub fn compatibility_hash(mut self, hash: CompatibilityHash) -> Self {
+        self.hash = Some(hash);
         self
     }
 
@@ -166,6 +175,7 @@ impl ConnectorBuilder {
             "sizes": [tp, pp, dcp],
             "block_size": self.block_size,
             "prefill_backoff": self.prefill_backoff,
+            "hash": self.hash.as_ref().map(CompatibilityHash::as_str),
         });
         match told {
             Value::Object(told) => told,
@@ -224,7 +234,8 @@ impl ConnectorBuilder {
             permute: self.config.enable_permute_local_kv(),
             host_buffer: false,
         };
-        let (hash, told) = (self.factors.hash()?, self.told());
+        let hash = self.hash.clone().map_or_else(|| self.factors.hash(), Ok)?;
+        let told = self.told();
         let (backends, in_nixl) = backends(&self.config, &self.registry)?;
         let setup = Setup {
             options: options(&self.config, None),

@@ -45,6 +45,7 @@ mod peers;
 mod plan;
 mod recovery;
 mod remote;
+mod report;
 mod scheduler;
 mod settings;
 mod stats;
@@ -64,6 +65,7 @@ pub use generations::{Fresh, Unsaved};
 pub use plan::{PeerLane, PeerPlan, PoolBlocks};
 pub use recovery::{Affected, Holding, Recovery};
 pub use remote::RemoteEngine;
+pub use report::{StepReport, StepReports};
 pub use scheduler::{
     Allocation, Arrival, Ending, Finished, Matched, NotLoaded, Outcome, Scheduler, Status, Then,
     Withheld,

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 use super::super::builder::{ConnectorBuilder, Group};
 use super::super::setup::Setup;
 use kvx_vllm::engine::Address;
-use kvx_vllm::wire::CompatibilityFactors;
+use kvx_vllm::wire::{CompatibilityFactors, CompatibilityHash};
 
 /// The variable for the host of the side channel and of TCP.
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
@@ -70,6 +70,10 @@ pub(super) fn from_welcome(
         .block_size(size("block_size")?)
         .prefill_backoff(size("prefill_backoff")?)
         .any_port();
+    let builder = match field("hash")?.as_str() {
+        Some(hash) => builder.compatibility_hash(CompatibilityHash::foreign(hash)),
+        None => builder,
+    };
     let (mut setup, side) = builder.setup()?;
     setup.settings.address = Address { host: host.into(), port };
     Ok((setup, side.secret))

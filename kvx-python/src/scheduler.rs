@@ -1,0 +1,297 @@
+//! The half next to vLLM's scheduler.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::connector::{
+    Allocation, Arrival, BlockLists, CompatibilityFactors, CompatibilityHash, Connector, Ending,
+    Group, Outcome, Rank, RequestId, Status, TransferParams, WorkerRank,
+};
+use kvx_vllm::engine::StepReports;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use serde_json::Value;
+
+use crate::{Process, log_to_stderr, malformed, parse, python_error, socket};
+
+/// How long the workers have to join once the scheduler exists. They have registered their caches
+/// before.
+const TO_JOIN: Duration = Duration::from_secs(60);
+/// How long the connector has to end. vLLM gives a worker 5 s.
+const TO_END: Duration = Duration::from_secs(3);
+
+/// The half next to vLLM's scheduler. Its methods have the names of vLLM's.
+#[pyclass(frozen, module = "kvx._kvx")]
+pub(crate) struct Scheduler {
+    connector: Connector,
+    ranks: Vec<Rank>,
+    socket: PathBuf,
+    process: Process,
+    state: Mutex<State>,
+}
+
+struct State {
+    reports: StepReports,
+    /// The tokens that each request had when it asked for more.
+    computed: HashMap<RequestId, u32>,
+}
+
+#[pymethods]
+impl Scheduler {
+    /// Starts the connector that `engine` describes, as JSON, and waits for its workers.
+    #[new]
+    fn new(py: Python<'_>, engine: &str) -> PyResult<Self> {
+        let engine = Engine::parse(engine)?;
+        py.detach(|| {
+            log_to_stderr();
+            engine.start().map_err(|error| python_error(&error))
+        })
+    }
+
+    /// The host and port at which peers reach this engine.
+    fn address(&self) -> (String, u16) {
+        let address = self.connector.address();
+        (address.host.to_string(), address.port)
+    }
+
+    /// Announces a request with its `kv_transfer_params`, as JSON.
+    fn on_new_request(
+        &self,
+        request: &str,
+        prompt_tokens: u32,
+        params: Option<&str>,
+    ) -> PyResult<()> {
+        self.process.check()?;
+        let request = RequestId::from(request);
+        let params = params.map(parse).transpose()?;
+        let params = params.map(|params| TransferParams::from_value(&params));
+        let noted = match &params {
+            Some(Err(why)) => Err(why.to_string()),
+            Some(Ok(params)) => self.announce(&request, prompt_tokens, Some(params)),
+            None => self.announce(&request, prompt_tokens, None),
+        };
+        if let Err(why) = noted {
+            tracing::warn!(%request, "its kv_transfer_params are not used: {why}");
+        }
+        Ok(())
+    }
+
+    /// Returns how many tokens beyond `computed` a peer has, and whether they are loaded while
+    /// other requests run.
+    fn get_num_new_matched_tokens(&self, request: &str, computed: u32) -> PyResult<(u32, bool)> {
+        self.process.check()?;
+        let request = RequestId::from(request);
+        let matched = self.connector.get_num_new_matched_tokens(&request, computed);
+        if matched.tokens > 0 {
+            self.state().computed.insert(request, computed);
+        }
+        Ok((matched.tokens, matched.tokens > 0 && matched.asynchronous))
+    }
+
+    /// Orders the load of `external` tokens into the blocks `fill`, a list for each group.
+    fn update_state_after_alloc(
+        &self,
+        request: &str,
+        fill: Vec<Vec<u32>>,
+        external: u32,
+    ) -> PyResult<()> {
+        self.process.check()?;
+        let request = RequestId::from(request);
+        let fill = BlockLists::new(fill);
+        let mut state = self.state();
+        let computed = state.computed.get(&request).copied().unwrap_or_default();
+        if external > 0 {
+            state.reports.expect(&request, &fill);
+        }
+        let ordered = self
+            .connector
+            .update_state_after_alloc(&request, Allocation { fill, computed, external });
+        if let Err(why) = ordered {
+            tracing::warn!(%request, "its blocks are not loaded: {why}");
+            state.reports.refuse(&request);
+        }
+        Ok(())
+    }
+
+    /// Ends a step. Returns the report that each worker makes to vLLM.
+    fn build_connector_meta<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        self.process.check()?;
+        self.connector.step();
+        self.ranks.iter().for_each(Rank::start_load_kv);
+        let mut state = self.state();
+        self.take_outcomes(&mut state);
+        Ok(PyBytes::new(py, &state.reports.take().encode()))
+    }
+
+    /// Ends a request that has these blocks, a list for each group. Returns whether vLLM keeps them
+    /// until they are reported as sent, and the `kv_transfer_params` of the answer, as JSON.
+    fn request_finished(
+        &self,
+        py: Python<'_>,
+        request: &str,
+        status: &str,
+        blocks: Vec<Vec<u32>>,
+        computed: u32,
+    ) -> PyResult<(bool, Option<String>)> {
+        self.process.check()?;
+        let request = RequestId::from(request);
+        let ending = Ending {
+            status: status_of(status),
+            blocks: BlockLists::new(blocks),
+            computed,
+            cached: None,
+            reference: None,
+        };
+        // It may wait for digests and for copies to the host.
+        py.detach(|| {
+            let mut state = self.state();
+            // What has ended before the request is reported as such.
+            self.take_outcomes(&mut state);
+            state.computed.remove(&request);
+            let waits = state.reports.waits(&request);
+            let finished = self.connector.request_finished(&request, ending);
+            state.reports.finish(&request, finished.delay_free);
+            if let Some(withheld) = &finished.withheld {
+                tracing::warn!(%request, "no peer can load its blocks: {}", withheld.reason);
+            }
+            // vLLM keeps the blocks of a load until its report.
+            let keeps = finished.delay_free && !waits;
+            let params = finished.params.map(|params| serde_json::to_string(&params)).transpose();
+            let params = params.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+            Ok((keeps, params))
+        })
+    }
+
+    /// Ends the connector: loads fail and peers are refused.
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        self.process.check()?;
+        py.detach(|| {
+            let ended = self.connector.shutdown(TO_END).wait_blocking(TO_END);
+            if let Err(why) = ended {
+                tracing::warn!("the connector did not end in time: {why}");
+            }
+            std::fs::remove_file(&self.socket).ok();
+        });
+        Ok(())
+    }
+}
+
+impl Scheduler {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn announce(
+        &self,
+        request: &RequestId,
+        prompt_tokens: u32,
+        params: Option<&TransferParams>,
+    ) -> Result<(), String> {
+        let arrival = Arrival { request, prompt_tokens, params, deadline: None };
+        self.connector.on_new_request(arrival).map_err(|why| why.to_string())
+    }
+
+    fn take_outcomes(&self, state: &mut State) {
+        for outcome in self.connector.outcomes() {
+            if let Outcome::Failed { request, failure, .. } = &outcome {
+                tracing::warn!(%request, "its load has failed: {failure}");
+            }
+            let lost = matches!(outcome, Outcome::Lost { .. }).then(|| format!("{outcome:?}"));
+            if !state.reports.note(outcome) {
+                tracing::error!(
+                    "a transfer may touch these blocks until this process exits, so they are never \
+                     used again: {}",
+                    lost.unwrap_or_default()
+                );
+            }
+        }
+    }
+}
+
+/// Translates the name of a `RequestStatus`. A request that has ended in any other way keeps no
+/// blocks.
+fn status_of(name: &str) -> Status {
+    match name {
+        "FINISHED_LENGTH_CAPPED" => Status::LengthCapped,
+        "FINISHED_STOPPED" => Status::Stopped,
+        "FINISHED_ABORTED" => Status::Aborted,
+        _ => Status::Failed,
+    }
+}
+
+/// An engine, as `vllm.py` describes it.
+struct Engine {
+    config: Value,
+    model: String,
+    factors: serde_json::Map<String, Value>,
+    hash: String,
+    groups: Vec<Group>,
+    workers: (u32, u32, u32),
+    data_parallel: u32,
+    block_size: u32,
+    socket: String,
+}
+
+impl Engine {
+    fn parse(text: &str) -> PyResult<Self> {
+        let engine = parse(text)?;
+        let field = |name: &str| engine.get(name).ok_or_else(|| malformed(name));
+        let string =
+            |name: &str| field(name)?.as_str().map(str::to_owned).ok_or_else(|| malformed(name));
+        let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
+        let count = |name: &str| number(field(name)?).ok_or_else(|| malformed(name));
+        let group = |group: &Value| match group {
+            Value::Null => Ok(Group::Whole),
+            tokens => number(tokens)
+                .map(|tokens| Group::Window { tokens })
+                .ok_or_else(|| malformed("groups")),
+        };
+        let groups = field("groups")?.as_array().ok_or_else(|| malformed("groups"))?;
+        Ok(Engine {
+            config: field("config")?.clone(),
+            model: string("model")?,
+            factors: field("factors")?.as_object().ok_or_else(|| malformed("factors"))?.clone(),
+            hash: string("hash")?,
+            groups: groups.iter().map(group).collect::<PyResult<_>>()?,
+            workers: (count("tp")?, count("pp")?, count("dcp")?),
+            data_parallel: count("data_parallel")?,
+            block_size: count("block_size")?,
+            socket: string("socket")?,
+        })
+    }
+
+    fn start(self) -> kvx::Result<Scheduler> {
+        let surroundings = Surroundings::of_process();
+        let config = KvTransferConfig::from_json(&self.config.to_string(), &surroundings)?;
+        let mut factors = CompatibilityFactors::from_config(&config, self.model);
+        if let Some(backend) = self.factors.get("attn_backend_name").and_then(Value::as_str) {
+            backend.clone_into(&mut factors.attn_backend_name);
+        }
+        factors.further = self.factors;
+        let (tp, pp, dcp) = self.workers;
+        let groups = self.groups.len();
+        let connector = Connector::builder(&config, kvx::registry(), factors)
+            .compatibility_hash(CompatibilityHash::foreign(self.hash))
+            .groups(self.groups)
+            .block_size(self.block_size)
+            .workers(tp, pp)
+            .decode_context_parallel(dcp)
+            .data_parallel_rank(self.data_parallel)
+            .build_blocking()?;
+        let socket = socket::path(&self.socket)?;
+        let ranks = (0..pp).flat_map(|pp| (0..tp).map(move |tp| WorkerRank { pp, tp }));
+        let ranks = ranks.map(|rank| connector.rank(rank)).collect::<kvx::Result<Vec<_>>>()?;
+        let joined = connector.group(&socket, TO_JOIN).wait_blocking(TO_JOIN * 2);
+        if let Err(error) = joined {
+            std::fs::remove_file(&socket).ok();
+            return Err(error);
+        }
+        let state = State { reports: StepReports::new(groups), computed: HashMap::new() };
+        let (process, state) = (Process::current(), Mutex::new(state));
+        Ok(Scheduler { connector, ranks, socket, process, state })
+    }
+}

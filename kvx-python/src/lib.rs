@@ -14,6 +14,7 @@
 
 mod scheduler;
 mod socket;
+mod stats;
 mod worker;
 
 use kvx::{Error, ErrorKind};

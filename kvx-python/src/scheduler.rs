@@ -1,6 +1,6 @@
 //! The half next to vLLM's scheduler.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::{
     Allocation, Arrival, BlockLists, CompatibilityFactors, CompatibilityHash, Connector, Ending,
-    Group, Outcome, Rank, RequestId, Status, TransferParams, WorkerRank,
+    Group, LoadFailure, Outcome, Rank, RequestId, Status, TransferParams, WorkerRank,
 };
 use kvx_vllm::engine::StepReports;
 use pyo3::exceptions::PyRuntimeError;
@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use serde_json::Value;
 
-use crate::{Process, log_to_stderr, malformed, parse, python_error, socket};
+use crate::{Process, log_to_stderr, malformed, parse, python_error, socket, stats};
 
 /// How long the workers have to join once the scheduler exists. They have registered their caches
 /// before.
@@ -38,6 +38,10 @@ struct State {
     reports: StepReports,
     /// The tokens that each request had when it asked for more.
     computed: HashMap<RequestId, u32>,
+    /// Loads since vLLM took the statistics last whose blocks were stale.
+    stale: usize,
+    /// The same for corrupt blocks.
+    corrupt: usize,
 }
 
 #[pymethods]
@@ -48,6 +52,7 @@ impl Scheduler {
         let engine = Engine::parse(engine)?;
         py.detach(|| {
             log_to_stderr();
+            stats::install();
             engine.start().map_err(|error| python_error(&error))
         })
     }
@@ -166,6 +171,21 @@ impl Scheduler {
         })
     }
 
+    /// Returns what vLLM's `NixlKVConnectorStats` has in its lists, and the numbers of loads that
+    /// failed because their blocks were stale or corrupt.
+    fn get_kv_connector_stats(&self) -> BTreeMap<&'static str, Vec<f64>> {
+        let state = &mut *self.state();
+        let mut stats = stats::take();
+        for (list, count) in
+            [("num_stale_loads", &mut state.stale), ("num_corrupt_loads", &mut state.corrupt)]
+        {
+            if *count > 0 {
+                stats.insert(list, vec![1.0; std::mem::take(count)]);
+            }
+        }
+        stats
+    }
+
     /// Ends the connector: loads fail and peers are refused.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         self.process.check()?;
@@ -199,6 +219,8 @@ impl Scheduler {
         for outcome in self.connector.outcomes() {
             if let Outcome::Failed { request, failure, .. } = &outcome {
                 tracing::warn!(%request, "its load has failed: {failure}");
+                state.stale += usize::from(*failure == LoadFailure::Stale);
+                state.corrupt += usize::from(*failure == LoadFailure::Corrupt);
             }
             let lost = matches!(outcome, Outcome::Lost { .. }).then(|| format!("{outcome:?}"));
             if !state.reports.note(outcome) {
@@ -290,7 +312,8 @@ impl Engine {
             std::fs::remove_file(&socket).ok();
             return Err(error);
         }
-        let state = State { reports: StepReports::new(groups), computed: HashMap::new() };
+        let reports = StepReports::new(groups);
+        let state = State { reports, computed: HashMap::new(), stale: 0, corrupt: 0 };
         let (process, state) = (Process::current(), Mutex::new(state));
         Ok(Scheduler { connector, ranks, socket, process, state })
     }

@@ -54,7 +54,7 @@ pub(crate) enum Request {
     ThreadSanitizer,
     /// Measure how close kvx gets to what this host can do; a quarter of an hour on an idle machine
     Limits(LimitsOptions),
-    /// Make the Python wheel kvx-nixl: the NIXL backend KVX and the program `kvx`
+    /// Make the Python wheel kvx: the connector for vLLM, the NIXL backend KVX and the program `kvx`
     Wheel {
         /// Also install and use it in a new environment together with NIXL
         #[arg(long)]

@@ -26,11 +26,16 @@ struct Subject {
     packages: &'static [&'static str],
 }
 
-/// Everything that has a list: a program, a library, and the wheel with both.
+/// Everything that has a list: a program, a library, and the wheel with
+/// both and the connector for vLLM.
 static SUBJECTS: [Subject; 3] = [
     Subject { name: "kvx", kind: "application", packages: &["kvx-cli"] },
     Subject { name: "libplugin_KVX.so", kind: "library", packages: &["kvx-nixl"] },
-    Subject { name: "kvx_nixl", kind: "library", packages: &["kvx-cli", "kvx-nixl"] },
+    Subject {
+        name: "kvx.whl",
+        kind: "library",
+        packages: &["kvx-cli", "kvx-nixl", "kvx-python"],
+    },
 ];
 
 /// The file `Cargo.lock`.

@@ -1,4 +1,4 @@
-"""Packs the NIXL backend KVX and the program `kvx` into a Python wheel. `cargo xtask wheel` runs it after the builds.
+"""Packs the connector for vLLM, the NIXL backend KVX and the program `kvx` into a Python wheel. `cargo xtask wheel` runs it after the builds.
 
 python3 wheel.py REPOSITORY TARGET [--check]
 --check installs and uses the wheel in a new environment together with NIXL.
@@ -15,25 +15,30 @@ from pathlib import Path
 from elftools.elf.elffile import ELFFile
 
 ROOT, TARGET = Path(sys.argv[1]), Path(sys.argv[2])
-# The oldest glibc that the wheel runs on.
-TAG = "manylinux_2_34_x86_64"
-NAME = "kvx_nixl"
+# The oldest glibc that the wheel runs on, and the oldest Python.
+PLATFORM = "manylinux_2_34_x86_64"
+TAG = f"cp311-abi3-{PLATFORM}"
+NAME = "kvx"
 PLUGIN = "libplugin_KVX.so"
 # The plug-in is installed into users' environments, so it must be small.
 MOST_BYTES = 4_000_000
+# The module, as cargo names it and as Python loads it.
+MODULE, LOADED = "libkvx_python.so", "_kvx.abi3.so"
+# The whole wheel.
+MOST_BYTES_OF_WHEEL = 15 << 20
 # The libraries that the plug-in may need: those of glibc, and libgcc_s.
 MAY_NEED = "ld-linux-x86-64.so.2 libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0 libgcc_s.so.1".split()
 LICENCES = re.compile("LICEN[SC]E|COPYING|COPYRIGHT|NOTICE|UNLICENSE", re.IGNORECASE)
 METADATA = """\
 Metadata-Version: 2.4
-Name: kvx-nixl
+Name: kvx
 Version: {version}
-Summary: kvx as a plug-in of NIXL: the backend KVX for vLLM as it is
+Summary: Moves KV cache between LLM inference servers: a connector for vLLM, and a backend of NIXL
 License-Expression: Apache-2.0 OR MIT
 License-File: LICENSE-APACHE
 License-File: LICENSE-MIT
 License-File: THIRD-PARTY.txt
-Requires-Python: >=3.9
+Requires-Python: >=3.11
 Description-Content-Type: text/markdown
 
 {readme}"""
@@ -55,22 +60,22 @@ def cargo(*arguments):
     return subprocess.run([program, *arguments], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
 
 
-def check_plugin(plugin):
-    """Ends this program if the plug-in is too large, or needs a library that a machine might lack."""
-    size = plugin.stat().st_size
-    with open(plugin, "rb") as file:
+def check_library(library, most=None):
+    """Ends this program if a library is too large, or needs a library that a machine might lack."""
+    size = library.stat().st_size
+    with open(library, "rb") as file:
         tags = ELFFile(file).get_section_by_name(".dynamic").iter_tags()
         needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
-    print(f"{PLUGIN}: {size} bytes, needs {' '.join(needed)}")
-    if size > MOST_BYTES:
-        sys.exit(f"{PLUGIN} must not have more than {MOST_BYTES} bytes")
+    print(f"{library.name}: {size} bytes, needs {' '.join(needed)}")
+    if most and size > most:
+        sys.exit(f"{library.name} must not have more than {most} bytes")
     if not needed or not set(needed) <= set(MAY_NEED):
-        sys.exit(f"{PLUGIN} may need libraries of glibc and libgcc_s only")
+        sys.exit(f"{library.name} may need libraries of glibc and libgcc_s only")
 
 
 def third_parties(packages):
-    """Returns the crates in the two libraries with their licences, and each licence's text once."""
-    tree = cargo("tree", "-p", "kvx-nixl", "-p", "kvx-cli", "-e", "normal", "--prefix", "none")
+    """Returns the crates in the libraries and the program with their licences, and each licence's text once."""
+    tree = cargo("tree", "-p", "kvx-nixl", "-p", "kvx-cli", "-p", "kvx-python", "-e", "normal", "--prefix", "none")
     built_in = {tuple(line.split()[:2]) for line in tree.splitlines() if line.strip()}
     texts, page = {}, "Built with these crates:\n\n"
     for package in packages:
@@ -97,7 +102,7 @@ def make(folder):
     licences = record / "licenses"
     programs.mkdir(parents=True)
     licences.mkdir(parents=True)
-    for file in (ROOT / "kvx-nixl/python" / NAME).glob("*.py"):
+    for file in (ROOT / "kvx-python/python" / NAME).glob("*.py"):
         shutil.copy(file, tree / NAME)
     for file in ["kvx", PLUGIN]:
         shutil.copy(TARGET / "release" / file, programs)
@@ -105,22 +110,26 @@ def make(folder):
     # `kvx mooncake-adapter` uses these on machines without a compiler.
     for file in (folder / "adapter").iterdir():
         shutil.copy(file, programs)
-    check_plugin(programs / PLUGIN)
+    shutil.copy(TARGET / "release" / MODULE, tree / NAME / LOADED)
+    check_library(programs / PLUGIN, MOST_BYTES)
+    check_library(tree / NAME / LOADED)
     for licence in ["LICENSE-APACHE", "LICENSE-MIT"]:
         shutil.copy(ROOT / licence, licences)
     (licences / "THIRD-PARTY.txt").write_text(third_parties(packages))
-    readme = (ROOT / "kvx-nixl/README.md").read_text()
+    readme = (ROOT / "kvx-python/README.md").read_text()
     (record / "METADATA").write_text(METADATA.format(version=version, readme=readme))
     (record / "WHEEL").write_text(
-        f"Wheel-Version: 1.0\nGenerator: kvx xtask\nRoot-Is-Purelib: false\nTag: py3-none-{TAG}\n"
+        f"Wheel-Version: 1.0\nGenerator: kvx xtask\nRoot-Is-Purelib: false\nTag: {TAG}\n"
     )
-    (record / "entry_points.txt").write_text("[console_scripts]\nkvx = kvx_nixl.__main__:kvx\n")
+    (record / "entry_points.txt").write_text("[console_scripts]\nkvx = kvx.__main__:main\n")
     run(sys.executable, "-m", "wheel", "pack", str(tree), "--dest-dir", str(folder))
-    wheel = folder / f"{NAME}-{version}-py3-none-{TAG}.whl"
+    wheel = folder / f"{NAME}-{version}-{TAG}.whl"
+    if wheel.stat().st_size > MOST_BYTES_OF_WHEEL:
+        sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes, and may have {MOST_BYTES_OF_WHEEL}")
     audit = run(sys.executable, "-m", "auditwheel", "show", str(wheel), stderr=subprocess.STDOUT)
     glibc = re.search(r'"manylinux_2_(\d+)_', audit)
-    if glibc is None or int(glibc[1]) > int(TAG.split("_")[2]):
-        sys.exit(f"auditwheel does not say that the wheel runs on {TAG}")
+    if glibc is None or int(glibc[1]) > int(PLATFORM.split("_")[2]):
+        sys.exit(f"auditwheel does not say that the wheel runs on {PLATFORM}")
     return wheel
 
 
@@ -143,7 +152,7 @@ def check(wheel):
     run("python3", "-m", "pip", "--python", python, "install", "--no-index", "--disable-pip-version-check", str(wheel))
     variables = {name: value for name, value in os.environ.items() if name not in ["NIXL_PLUGIN_DIR", "KVX_NIXL_PLUGIN"]}
     for command, exists in [("install", True), ("check", True), ("remove", False)]:
-        output = run(python, "-m", NAME, command, stderr=subprocess.STDOUT, env=variables)
+        output = run(python, "-m", NAME, "nixl", command, stderr=subprocess.STDOUT, env=variables)
         if plugin.exists() != exists:
             sys.exit(f"after {command}, {PLUGIN} exists: {plugin.exists()}")
         if command == "check" and "KVX: 1024 blocks of 4 KiB read and verified" not in output:
@@ -153,6 +162,9 @@ def check(wheel):
         sys.exit("Mooncake's wheel is not installed: cargo xtask test --install")
     kvx = str(environment / "bin/kvx")
     run(kvx, "--version")
+    run(kvx, "backends")
+    run(kvx, "proxy", "--help")
+    run(python, "-c", "from kvx import _kvx; print(_kvx.__version__, _kvx.Scheduler, _kvx.Worker)")
     run(kvx, "mooncake-adapter", "--engine", str(engines[0]))
 
 

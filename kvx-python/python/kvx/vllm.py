@@ -24,7 +24,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.logger import init_logger
+from vllm.v1.metrics.utils import create_metric_per_engine
 
 logger = init_logger(__name__)
 
@@ -41,6 +43,43 @@ class KvxHandshake(KVConnectorHandshakeMetadata):
 
     def __init__(self, factors, digest):
         self.factors, self.digest = factors, digest
+
+
+class KvxStats(NixlKVConnectorStats):
+    """vLLM's statistics of transfers, and what only kvx counts."""
+
+    OWN = {"num_stale_loads": "Num stale loads", "num_corrupt_loads": "Num corrupt loads"}
+
+    def reset(self):
+        super().reset()
+        self.data |= {name: [] for name in self.OWN}
+
+    def is_empty(self):
+        return super().is_empty() and not any(self.data[name] for name in self.OWN)
+
+    def reduce(self):
+        return super().reduce() | {title: len(self.data[name]) for name, title in self.OWN.items()}
+
+
+class KvxPromMetrics(NixlPromMetrics):
+    """The statistics as metrics of Prometheus, under vLLM's names."""
+
+    OWN = {
+        "num_stale_loads": "Number of loads that failed because the peer had reused their blocks.",
+        "num_corrupt_loads": "Number of loads whose blocks did not match their digests.",
+    }
+
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._own = {}
+        for name, text in self.OWN.items():
+            counter = self._counter_cls(name=f"vllm:kvx_{name}", documentation=text, labelnames=labelnames)
+            self._own[name] = create_metric_per_engine(counter, self.per_engine_labelvalues)
+
+    def observe(self, transfer_stats_data, engine_idx=0):
+        super().observe(transfer_stats_data, engine_idx)
+        for name, counter in self._own.items():
+            counter[engine_idx].inc(len(transfer_stats_data[name]))
 
 
 class KvxConnector(KVConnectorBase_V1, SupportsHMA):
@@ -111,6 +150,18 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
             request.num_computed_tokens,
         )
         return delay_free, params and json.loads(params)
+
+    def get_kv_connector_stats(self):
+        taken = self._scheduler and self._scheduler.get_kv_connector_stats()
+        return KvxStats(data={**KvxStats().data, **taken}) if taken else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data=None):
+        return KvxStats(data=data) if data is not None else KvxStats()
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        return KvxPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # In the process of a worker.
 

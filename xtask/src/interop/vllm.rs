@@ -1,9 +1,9 @@
-//! `cargo xtask interop vllm`: runs vLLM in one fleet with `kvx serve` or, with `--kvx`, a pair of
-//! vLLMs with kvx inside their NIXL.
+//! `cargo xtask interop vllm`: runs vLLM in one fleet with `kvx serve`; with `--kvx`, a pair of
+//! vLLMs with kvx inside their NIXL; with `--connector kvx`, vLLMs with kvx's own connector.
 //!
 //! It downloads gigabytes, and takes half an hour or more on an otherwise idle machine.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -23,7 +23,8 @@ pub(crate) struct Options {
     /// Run a pair of vLLMs with the backend KVX in their NIXL, without `kvx serve`; half an hour
     #[arg(long, conflicts_with = "model_config")]
     kvx: bool,
-    /// The connector of the fleet; mooncake has the part `bare` too, and does not go with --kvx
+    /// The connector of the fleet; mooncake has the part `bare` too, and kvx is kvx's own, in an
+    /// unpatched vLLM (parts SHM, TCP, serve, stock, times, wrong); neither goes with --kvx
     #[arg(long, value_enum, default_value_t = Connector::Nixl)]
     connector: Connector,
     /// Install and build what it needs, and run nothing
@@ -43,13 +44,15 @@ pub(crate) struct Options {
 enum Connector {
     Nixl,
     Mooncake,
+    Kvx,
 }
 
 /// Runs the command; returns false if a check failed.
 pub(super) fn run(options: &Options) -> Result<bool> {
     let mooncake = options.connector == Connector::Mooncake;
-    if options.kvx && mooncake {
-        return Err("`--kvx` puts kvx into vLLM's NIXL; leave `--connector mooncake` out".into());
+    let own = options.connector == Connector::Kvx;
+    if options.kvx && (mooncake || own) {
+        return Err("`--kvx` puts kvx into vLLM's NIXL; leave `--connector` out".into());
     }
     let target = Metadata::of_members()?.target_directory;
     let work = target.join("peers/vllm");
@@ -60,23 +63,43 @@ pub(super) fn run(options: &Options) -> Result<bool> {
     if !options.kvx {
         super::build("kvx-cli")?;
     }
+    let site = target.join("xtask/site");
+    if own {
+        super::build("kvx-python")?;
+        package(&target, &site)?;
+    }
     if options.set_up {
         return Ok(true);
     }
     let (program, page) = if options.kvx {
         ("run.py", "docs/operations/vllm.md")
+    } else if own {
+        ("connector.py", "docs/operations/vllm-connector.md")
     } else {
         ("mixed.py", "docs/operations/mixed-fleet.md")
     };
     let mut run = Command::new(work.join("venv/bin/python"));
     run.arg(script(program)).arg(&work).arg(target.join("release")).arg(root().join(page));
-    if !options.kvx {
+    if own {
+        run.arg(&site);
+    } else if !options.kvx {
         let usual = script(if mooncake { "mooncake.json" } else { "mixed.json" });
         // The script runs in another folder.
         run.arg(std::path::absolute(options.model_config.as_ref().unwrap_or(&usual))?);
     }
     run.args(&options.only).env("PYTHONUNBUFFERED", "1").env("PYTHONDONTWRITEBYTECODE", "1");
     process::shown_to_succeed(run, RUN)
+}
+
+/// Makes the Python package `kvx` of this build in a folder.
+fn package(target: &Path, site: &Path) -> Result<()> {
+    let package = site.join("kvx");
+    std::fs::create_dir_all(&package)?;
+    std::fs::copy(target.join("release/libkvx_python.so"), package.join("_kvx.abi3.so"))?;
+    for file in ["__init__.py", "__main__.py", "vllm.py"] {
+        std::fs::copy(root().join("kvx-python/python/kvx").join(file), package.join(file))?;
+    }
+    Ok(())
 }
 
 fn script(name: &str) -> PathBuf {

@@ -1,0 +1,323 @@
+"""Runs unpatched vLLMs with KvxConnector, beside stock connectors and `kvx serve`.
+
+`connector.py WORK BUILT PAGE SITE [PART]...`: WORK contains vLLM's environment and the models, BUILT
+the programs of cargo, and SITE the Python package `kvx`. PAGE is docs/operations/vllm.md, with the
+command line to run. Prints a table; exits with 1 if a check failed."""
+
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import threading
+import time
+
+from servers import Fleet, Server, Vllm, check, children, clean_environment, end, ports, prompts, row, through, words_of
+
+WORK, BUILT, PAGE, SITE = sys.argv[1:5]
+MODELS = os.path.join(WORK, "models")
+
+
+def vllm(name, role, model="tiny-float32", side=None, arguments=(), variables=(), **extra):
+    """A vLLM with KvxConnector and the page's command line."""
+    words = words_of(PAGE, "vllm serve MODEL ")
+    at = words.index("--kv-transfer-config") + 1
+    transfer = json.loads(words[at]) | {"kv_role": role}
+    transfer |= {key: extra.pop(key) for key in ("engine_id", "kv_load_failure_policy") if key in extra}
+    transfer["kv_connector_extra_config"] = transfer.get("kv_connector_extra_config", {}) | extra
+    words[at] = json.dumps(transfer)
+    server = Vllm(WORK, [*words, *arguments], f"kvx-{name}", model, {"PYTHONPATH": SITE, **dict(variables)})
+    if side:
+        server.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side)
+    return server
+
+
+def stock(name, role, model="tiny-float32", backend="UCX", side=None, arguments=(), **transfer):
+    """A vLLM with its own NixlConnector."""
+    variables = {"NIXL_PLUGIN_DIR": BUILT} if backend == "KVX" else {"UCX_NET_DEVICES": "lo"}
+    extra = transfer.pop("kv_connector_extra_config", {}) | {"backends": [backend]}
+    transfer |= {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": extra}
+    words = ["vllm", "serve", "MODEL", "--kv-transfer-config", json.dumps(transfer), *arguments]
+    server = Vllm(WORK, words, f"stock-{name}", model, variables)
+    if side:
+        server.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(side)
+    return server
+
+
+def serve(name, role, model="tiny-float32", backends=("SHM", "TCP")):
+    """A `kvx serve` in a fleet with vLLMs."""
+    port, side = ports(2)
+    transfer = {"kv_connector": "NixlConnector", "kv_role": role,
+                "kv_connector_extra_config": {"backends": list(backends), "kv_compat": "0.32",
+                                              "factors": {"vllm_version": "0.32.0", "attn_backend_name": "CPU_ATTN"}}}
+    words = [os.path.join(BUILT, "kvx"), "serve", model, "--kv-transfer-config", json.dumps(transfer), "--host", "127.0.0.1",
+             "--port", str(port), "--block-size", "128", "--num-gpu-blocks-override", "256", "--max-model-len", "1024",
+             "--enable-prompt-tokens-details"]
+    environment = dict(clean_environment(), VLLM_NIXL_SIDE_CHANNEL_PORT=str(side), VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1")
+    server = Server(name, words, environment, os.path.join(WORK, "logs", f"{name}.log"), MODELS, port=port)
+    server.model = model
+    open(server.log, "w").close()
+    return server
+
+
+def equal(prefill, decode, reference, seed, what, lengths=None):
+    """Sends prompts through a pair. Returns how many have the tokens of one server alone."""
+    got = []
+    for prompt in prompts(seed, *([lengths] if lengths else [])):
+        answer = through(prefill, decode, prompt)
+        got.append((answer and answer["tokens"], reference.plain(prompt)))
+    right = sum(ours == plain for ours, plain in got)
+    check(right == len(got), f"{what}: {right} of {len(got)} prompts are equal")
+    check(len({tuple(plain) for _, plain in got}) > len(got) // 2, f"{what}: the answers must differ from each other")
+    return f"{right} of {len(got)}"
+
+
+def carried(decode, route):
+    """Checks that vLLM counts transfers, and that they took this route."""
+    until = time.time() + 15
+    while not (transfers := decode.figure(["vllm:nixl_xfer_time_seconds_count"])) and time.time() < until:
+        time.sleep(0.5)
+    moved = decode.figure(["vllm:nixl_bytes_transferred_sum"])
+    check(transfers and moved, f"{decode.name}: vLLM counts {transfers} transfers of {moved} bytes")
+    check(not decode.figure(["vllm:nixl_num_failed_transfers_total"]), f"{decode.name}: vLLM counts failed transfers")
+    if route:
+        met = decode.said("connected to a worker of a peer")
+        check(met and f"route={route}: chosen" in met[0], f"{decode.name}: {met}")
+    return f"{transfers or 0:.0f}, {moved or 0:.0f} bytes"
+
+
+def pairs(route):
+    """A pair with KvxConnector: all prompts, with parts in the prefix cache, in chunks, and at once."""
+    for model in ("tiny-float32", "tiny-bfloat16"):
+        chunks = ["--max-num-batched-tokens", "256"]
+        with Fleet(vllm("prefill", "kv_producer", model, backends=[route], arguments=chunks),
+                   vllm("decode", "kv_consumer", model, backends=[route])) as (prefill, decode):
+            what = f"{route} {model}"
+            result = equal(prefill, decode, prefill, 1, what)
+            # A prompt that continues one whose blocks both engines have.
+            begin = prompts(2, (300,))[0]
+            cached = through(prefill, decode, begin)
+            longer = begin + prompts(3, (300,))[0]
+            answer = through(prefill, decode, longer)
+            check(answer and answer["tokens"] == prefill.plain(longer), f"{what}: a prompt with a cached beginning")
+            check(cached is not None, f"{what}: the beginning")
+            results = {}
+
+            def client(number):
+                prompt = prompts(100 + number, (500,))[0]
+                answer = through(prefill, decode, prompt)
+                results[number] = answer and answer["tokens"] == prefill.plain(prompt)
+
+            clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+            [each.start() for each in clients]
+            [each.join() for each in clients]
+            check(all(results.values()), f"{what}: four requests at once: {results}")
+            mapped = [line for line in open(f"/proc/{worker(decode)}/maps") if "memfd" in line and " rw-s " in line]
+            check(mapped, f"{what}: the KV cache must lie in shareable memory")
+            row(f"KvxConnector, {route}", model, result, carried(decode, route))
+
+
+def worker(server):
+    """Returns the process id of a vLLM's only worker."""
+    for pid in children(server.process.pid):
+        with open(f"/proc/{pid}/comm") as name:
+            if "Worker" in name.read():
+                return pid
+    raise RuntimeError(f"{server.name} has no worker")
+
+
+def beside_serve():
+    """KvxConnector and `kvx serve`, both ways."""
+    for route in ("SHM", "TCP"):
+        with Fleet(vllm("vllm", "kv_both", backends=[route]), serve("serve", "kv_both", backends=[route])) as (one, other):
+            row(f"KvxConnector to kvx serve, {route}", "tiny-float32", equal(one, other, one, 1, f"to serve {route}"), "")
+            row(f"kvx serve to KvxConnector, {route}", "tiny-float32", equal(other, one, one, 2, f"from serve {route}"), carried(one, route))
+
+
+def beside_stock():
+    """KvxConnector and a stock NixlConnector whose NIXL has the backend KVX, both ways."""
+    with Fleet(vllm("vllm", "kv_both", backends=["KVX"]), stock("stock", "kv_both", backend="KVX")) as (one, other):
+        row("KvxConnector to stock with KVX", "tiny-float32", equal(one, other, one, 1, "to stock"), "")
+        row("stock with KVX to KvxConnector", "tiny-float32", equal(other, one, one, 2, "from stock"), carried(one, None))
+
+
+def times(count=20):
+    """The time of the decode leg of a prompt of 900 tokens, beside stock over UCX, in turns."""
+    with Fleet(vllm("prefill", "kv_producer", backends=["SHM"]), vllm("decode", "kv_consumer", backends=["SHM"]),
+               stock("prefill", "kv_producer"), stock("decode", "kv_consumer")) as servers:
+        taken = {"KvxConnector": [], "NixlConnector": []}
+        for number in range(count + 2):
+            for name, (prefill, decode) in zip(taken, (servers[:2], servers[2:])):
+                prompt = prompts(1000 + number, (900,))[0]
+                started = time.time()
+                status, params = prefill.prefill(prompt)
+                check(status == 200, f"times: {status}")
+                status, _ = decode.complete(prompt, 1, kv_transfer_params=params)
+                check(status == 200, f"times: {status}")
+                if number >= 2:
+                    taken[name].append(1e3 * (time.time() - started))
+        ours, theirs = (statistics.median(each) for each in taken.values())
+        check(ours <= theirs, f"times: {ours:.1f} ms beside {theirs:.1f} ms")
+        row("time to first token, 900 tokens", f"{ours:.1f} ms", f"NixlConnector over UCX: {theirs:.1f} ms", "")
+
+
+LEASE = 3  # seconds, in the part `wrong`
+TRIALS = 20
+RESTARTS = 5
+# One line per trial, so that an interrupted run goes on.
+RECORD = os.path.join(WORK, "wrong.jsonl")
+
+
+def recorded():
+    """Returns how often each engine had each outcome in each trouble."""
+    counts = {}
+    if os.path.exists(RECORD):
+        with open(RECORD) as lines:
+            for engine, trouble, outcome in map(json.loads, lines):
+                counts.setdefault((engine, trouble), []).append(outcome)
+    return counts
+
+
+class Troubles:
+    """A pair whose prefill reuses blocks before, while and after a decode reads them."""
+
+    def __init__(self, engine, prefill, decode):
+        self.engine, self.prefill, self.decode, self.number = engine, prefill, decode, 0
+
+    def prompt(self):
+        self.number += 1
+        return [random.randrange(3, 1000) for _ in range(380)]
+
+    def prefilled(self, count):
+        """Returns prompts with the parameters for a decode and the tokens of one server alone."""
+        made = []
+        for _ in range(count):
+            prompt = self.prompt()
+            plain = self.prefill.plain(prompt)
+            status, params = self.prefill.prefill(prompt, cache_salt=f"p{self.number}")
+            check(status == 200, f"{self.engine}: a prefill is {status}")
+            made.append((prompt, params, plain))
+        return made
+
+    def reuse(self):
+        """Lets the prefill give all its blocks to other prompts."""
+        for _ in range(45):
+            self.prefill.plain([random.randrange(3, 1000) for _ in range(900)], 1)
+
+    def judge(self, trouble, prompt, params, plain):
+        """Decodes, and records whether the answer was right, wrong or an error."""
+        self.number += 1
+        status, answer = self.decode.complete(prompt, 12, 120, kv_transfer_params=params, cache_salt=f"d{self.number}-{random.random()}")
+        right = status == 200 and answer["choices"][0]["token_ids"] == plain[:12]
+        with open(RECORD, "a") as record:
+            print(json.dumps([self.engine, trouble, "right" if right else "wrong" if status == 200 else "error"]), file=record)
+
+    def late(self, trouble):
+        """The decode comes after the lease, and the blocks have been reused."""
+        made = self.prefilled(TRIALS)
+        time.sleep(LEASE + 2)
+        self.reuse()
+        [self.judge(trouble, *each) for each in made]
+
+    def replayed(self, trouble):
+        """The parameters are used again after the blocks have been reused."""
+        made = self.prefilled(TRIALS)
+        for prompt, params, _ in made:
+            self.decode.complete(prompt, 1, kv_transfer_params=params, cache_salt=f"first {random.random()}")
+        self.reuse()
+        [self.judge(trouble, *each) for each in made]
+
+    def shared(self, trouble):
+        """Two decodes have the same parameters at once, while the prefill is busy."""
+        for each in self.prefilled(TRIALS // 2):
+            both = [threading.Thread(target=self.judge, args=(trouble, *each)) for _ in range(2)]
+            [one.start() for one in both]
+            [one.join() for one in both]
+
+    def aborted(self, trouble):
+        """A client leaves while its request loads, and another uses its parameters later."""
+        made = self.prefilled(TRIALS)
+        for prompt, params, _ in made:
+            try:
+                self.decode.complete(prompt, 50, random.uniform(0.002, 0.05), kv_transfer_params=params, cache_salt=f"{random.random()}")
+            except OSError:
+                pass
+        self.reuse()
+        [self.judge(trouble, *each) for each in made]
+
+    def pressed(self, trouble):
+        """More prompts than the prefill has blocks for, so that requests wait and are preempted."""
+        done = []
+
+        def client():
+            while len(done) < TRIALS:
+                done.append(None)
+                [self.judge(trouble, *each) for each in self.prefilled(1)]
+
+        clients = [threading.Thread(target=client) for _ in range(8)]
+        [each.start() for each in clients]
+        [each.join() for each in clients]
+
+    def stopped(self, trouble):
+        """The decode stands still past the lease with the request in its queue."""
+        for each in self.prefilled(RESTARTS):
+            self.decode.signal(signal.SIGSTOP)
+            waiting = threading.Thread(target=self.judge, args=(trouble, *each))
+            waiting.start()
+            time.sleep(LEASE + 2)
+            self.reuse()
+            self.decode.signal(signal.SIGCONT)
+            waiting.join()
+
+    def restarted(self, trouble):
+        """The prefill is restarted under its name and at its address, and has other prompts."""
+        for _ in range(RESTARTS):
+            made = self.prefilled(1)[0]
+            self.prefill.stop()
+            self.prefill.start().wait()
+            self.reuse()
+            self.judge(trouble, *made)
+
+
+def wrong():
+    """The troubles of vllm#52234, at a pair of stock connectors and at one of kvx's."""
+    troubles = {name: getattr(Troubles, name) for name in ("late", "replayed", "shared", "aborted", "pressed", "stopped", "restarted")}
+    engines = {
+        "NixlConnector": lambda: [stock(name, role, side=ports(1)[0], engine_id=f"wrong-{name}", kv_connector_extra_config={"kv_lease_duration": LEASE})
+                                  for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))],
+        "KvxConnector": lambda: [vllm(name, role, side=ports(1)[0], engine_id=f"wrong-{name}", kv_lease_duration=LEASE)
+                                 for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))],
+        "KvxConnector, recompute": lambda: [vllm(f"{name}-recompute", role, side=ports(1)[0], engine_id=f"wrong-r-{name}", kv_lease_duration=LEASE,
+                                                 kv_load_failure_policy="recompute")
+                                            for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))],
+    }
+    for engine, start in engines.items():
+        left = [name for name in troubles if (engine, troubles[name].__doc__) not in recorded()]
+        if not left:
+            continue
+        with Fleet(*start()) as (prefill, decode):
+            pair = Troubles(engine, prefill, decode)
+            for name in left:
+                troubles[name](pair, troubles[name].__doc__)
+                print(engine, name, (recorded().get((engine, troubles[name].__doc__)) or [])[-TRIALS:], flush=True)
+    for (engine, trouble), outcomes in recorded().items():
+        bad = outcomes.count("wrong")
+        check(not bad or engine == "NixlConnector", f"{engine}: {bad} wrong answers: {trouble}")
+        row(trouble, engine, f"{bad} wrong, {outcomes.count('error')} errors, {outcomes.count('right')} right", "")
+
+
+PARTS = {
+    "SHM": lambda: pairs("SHM"),
+    "TCP": lambda: pairs("TCP"),
+    "serve": beside_serve,
+    "stock": beside_stock,
+    "times": times,
+    "wrong": wrong,
+}
+
+if __name__ == "__main__":
+    for part in sys.argv[5:] or PARTS:
+        print(f"== {part}", flush=True)
+        PARTS[part]()
+    end(["what", "model", "prompts equal to a plain instance", "vLLM's transfers"])

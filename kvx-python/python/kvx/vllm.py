@@ -107,6 +107,10 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         # The heads of a block can then be divided among ranks.
         return "LBHNC"
 
+    @classmethod
+    def supports_sleep_mode(cls, vllm_config):
+        return False  # its memory would be unmapped while peers may read it
+
     # In the scheduler's process.
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata):

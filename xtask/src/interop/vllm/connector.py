@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 
-from servers import Fleet, Server, Vllm, check, children, clean_environment, end, ports, prompts, row, through, words_of
+from servers import (Fleet, Server, Vllm, abort, check, children, clean_environment, end, ports, prompts, row, still_in_use,
+                     through, words_of)
 
 WORK, BUILT, PAGE, SITE = sys.argv[1:5]
 MODELS = os.path.join(WORK, "models")
@@ -160,6 +161,42 @@ def times(count=20):
         ours, theirs = (statistics.median(each) for each in taken.values())
         check(ours <= theirs, f"times: {ours:.1f} ms beside {theirs:.1f} ms")
         row("time to first token, 900 tokens", f"{ours:.1f} ms", f"NixlConnector over UCX: {theirs:.1f} ms", "")
+
+
+def through_router():
+    """What clients ask for, through `kvx proxy`, beside one server alone; and clients that leave."""
+    with Fleet(vllm("prefill", "kv_producer"), vllm("decode", "kv_consumer")) as (prefill, decode):
+        port = ports(1)[0]
+        words = [os.path.join(BUILT, "kvx"), "proxy", "--prefill", f"http://127.0.0.1:{prefill.port}", "--decode",
+                 f"http://127.0.0.1:{decode.port}", "--host", "127.0.0.1", "--port", str(port)]
+        router = Server("router", words, clean_environment(), os.path.join(WORK, "logs", "router.log"), MODELS, port=port)
+        router.model = prefill.model
+        open(router.log, "w").close()
+        with Fleet(router):
+            texts = 0
+            for number, more in enumerate([{}, {"logprobs": 3}, {"stop": ["w1", "w7"], "ignore_eos": False}, {"n": 2}, {"echo": True}]):
+                body = dict(model=router.model, prompt=prompts(50 + number, (300,))[0], max_tokens=20, temperature=0, **more)
+                status, answer = router.ask("POST", "/v1/completions", body)
+                _, alone = prefill.ask("POST", "/v1/completions", body | {"cache_salt": "alone"})
+                ours = [choice["text"] for choice in json.loads(answer)["choices"]] if status == 200 else status
+                theirs = [choice["text"] for choice in json.loads(alone)["choices"]]
+                # Both requests of `n: 2` have one set of parameters: the second may find the blocks gone.
+                check(ours == theirs or "n" in more and status >= 500, f"router: {more}: {ours} beside {theirs}")
+                texts += ours == theirs
+                if "logprobs" in more and status == 200:
+                    near = [[choice["logprobs"]["token_logprobs"] for choice in json.loads(each)["choices"]][0] for each in (answer, alone)]
+                    check(max(abs(a - b) for a, b in zip(*near)) < 1e-3, f"router: log probabilities {near}")
+            body = dict(model=router.model, prompt=prompts(60, (300,))[0], max_tokens=20, temperature=0)
+            _, streamed = router.ask("POST", "/v1/completions", body | {"stream": True})
+            parts = [json.loads(line[6:]) for line in streamed.decode().splitlines() if line.startswith("data: {")]
+            text = "".join(choice["text"] for part in parts for choice in part["choices"])
+            alone = json.loads(prefill.ask("POST", "/v1/completions", body | {"cache_salt": "alone"})[1])["choices"][0]["text"]
+            check(text == alone, f"router: streamed {text!r} beside {alone!r}")
+            abort(prefill, decode, 200)
+            result = equal(prefill, decode, prefill, 9, "after aborts")
+            used = still_in_use((prefill, decode))
+            check(used == 0, f"router: {used} of a KV cache is still held")
+            row("kvx proxy: logprobs, stop, n, echo, stream; 200 aborts", "tiny-float32", result, f"{texts + (text == alone)} of 6 texts equal")
 
 
 LEASE = 3  # seconds, in the part `wrong`
@@ -312,6 +349,7 @@ PARTS = {
     "TCP": lambda: pairs("TCP"),
     "serve": beside_serve,
     "stock": beside_stock,
+    "proxy": through_router,
     "times": times,
     "wrong": wrong,
 }

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvx::ErrorKind;
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::{
     Allocation, Arrival, BlockLists, CompatibilityFactors, CompatibilityHash, Connector, Ending,
@@ -24,6 +25,9 @@ const TO_JOIN: Duration = Duration::from_secs(60);
 /// How long the connector has to end. vLLM gives a worker 5 s.
 const TO_END: Duration = Duration::from_secs(3);
 
+/// The longest wait of the reporting thread before it looks whether the connector has ended.
+const PAUSE: Duration = Duration::from_millis(200);
+
 /// The half next to vLLM's scheduler. Its methods have the names of vLLM's.
 #[pyclass(frozen, module = "kvx._kvx")]
 pub(crate) struct Scheduler {
@@ -31,7 +35,7 @@ pub(crate) struct Scheduler {
     ranks: Vec<Rank>,
     socket: PathBuf,
     process: Process,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
 struct State {
@@ -42,6 +46,8 @@ struct State {
     stale: usize,
     /// The same for corrupt blocks.
     corrupt: usize,
+    /// True if the connector was shut down.
+    ends: bool,
 }
 
 #[pymethods]
@@ -128,7 +134,7 @@ impl Scheduler {
         self.connector.step();
         self.ranks.iter().for_each(Rank::start_load_kv);
         let mut state = self.state();
-        self.take_outcomes(&mut state);
+        take_outcomes(&self.connector, &mut state);
         Ok(PyBytes::new(py, &state.reports.take().encode()))
     }
 
@@ -155,7 +161,7 @@ impl Scheduler {
         py.detach(|| {
             let mut state = self.state();
             // What has ended before the request is reported as such.
-            self.take_outcomes(&mut state);
+            take_outcomes(&self.connector, &mut state);
             state.computed.remove(&request);
             let waits = state.reports.waits(&request);
             let finished = self.connector.request_finished(&request, ending);
@@ -190,6 +196,7 @@ impl Scheduler {
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         self.process.check()?;
         py.detach(|| {
+            self.state().ends = true;
             let ended = self.connector.shutdown(TO_END).wait_blocking(TO_END);
             if let Err(why) = ended {
                 tracing::warn!("the connector did not end in time: {why}");
@@ -202,7 +209,7 @@ impl Scheduler {
 
 impl Scheduler {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 
     fn announce(
@@ -214,21 +221,46 @@ impl Scheduler {
         let arrival = Arrival { request, prompt_tokens, params, deadline: None };
         self.connector.on_new_request(arrival).map_err(|why| why.to_string())
     }
+}
 
-    fn take_outcomes(&self, state: &mut State) {
-        for outcome in self.connector.outcomes() {
-            if let Outcome::Failed { request, failure, .. } = &outcome {
-                tracing::warn!(%request, "its load has failed: {failure}");
-                state.stale += usize::from(*failure == LoadFailure::Stale);
-                state.corrupt += usize::from(*failure == LoadFailure::Corrupt);
-            }
-            let lost = matches!(outcome, Outcome::Lost { .. }).then(|| format!("{outcome:?}"));
-            if !state.reports.note(outcome) {
-                tracing::error!(
-                    "a transfer may touch these blocks until this process exits, so they are never \
-                     used again: {}",
-                    lost.unwrap_or_default()
-                );
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn take_outcomes(connector: &Connector, state: &mut State) {
+    for outcome in connector.outcomes() {
+        if let Outcome::Failed { request, failure, .. } = &outcome {
+            tracing::warn!(%request, "its load has failed: {failure}");
+            state.stale += usize::from(*failure == LoadFailure::Stale);
+            state.corrupt += usize::from(*failure == LoadFailure::Corrupt);
+        }
+        let lost = matches!(outcome, Outcome::Lost { .. }).then(|| format!("{outcome:?}"));
+        if !state.reports.note(outcome) {
+            tracing::error!(
+                "a transfer may touch these blocks until this process exits, so they are never \
+                 used again: {}",
+                lost.unwrap_or_default()
+            );
+        }
+    }
+}
+
+/// Sends what has ended to the workers at once, so that they report it in the step that runs now.
+/// The next step's metadata carries what could not be sent.
+fn report(connector: &Connector, ranks: &[Rank], state: &Mutex<State>) {
+    while !lock(state).ends {
+        if !connector.outcomes_ready_blocking(PAUSE) {
+            continue;
+        }
+        let mut state = lock(state);
+        take_outcomes(connector, &mut state);
+        let report = state.reports.take();
+        let note = report.encode();
+        if !note.is_empty() {
+            for rank in ranks {
+                if let Err(why) = rank.note(&note) {
+                    tracing::error!("a worker cannot report to vLLM: {why}");
+                }
             }
         }
     }
@@ -313,8 +345,13 @@ impl Engine {
             return Err(error);
         }
         let reports = StepReports::new(groups);
-        let state = State { reports, computed: HashMap::new(), stale: 0, corrupt: 0 };
-        let (process, state) = (Process::current(), Mutex::new(state));
-        Ok(Scheduler { connector, ranks, socket, process, state })
+        let state = State { reports, computed: HashMap::new(), stale: 0, corrupt: 0, ends: false };
+        let state = Arc::new(Mutex::new(state));
+        let shared = (connector.clone(), ranks.clone(), Arc::clone(&state));
+        let reports = move || report(&shared.0, &shared.1, &shared.2);
+        std::thread::Builder::new().name("kvx-reports".into()).spawn(reports).map_err(|error| {
+            ErrorKind::Native.because(format!("cannot start a thread: {error}"))
+        })?;
+        Ok(Scheduler { connector, ranks, socket, process: Process::current(), state })
     }
 }

@@ -67,6 +67,16 @@ type Layer = (String, u64, u32, u64, u64, u32, u32);
 
 #[pymethods]
 impl Worker {
+    fn take(&self, report: &[u8]) -> PyResult<()> {
+        let report = StepReport::decode(report).map_err(|error| python_error(&error))?;
+        let mut reported = self.reported();
+        reported.sent.extend(report.sent);
+        reported.received.extend(report.received);
+        reported.failed.extend(report.failed);
+        reported.invalid.extend(report.invalid);
+        Ok(())
+    }
+
     /// Creates the half of a worker whose scheduler listens at the socket of this name.
     #[new]
     fn new(socket: String, tp: u32, pp: u32) -> Self {
@@ -157,22 +167,19 @@ impl Worker {
     /// Takes the scheduler's report of this step.
     fn bind_connector_metadata(&self, report: &[u8]) -> PyResult<()> {
         self.process.check()?;
-        let report = StepReport::decode(report).map_err(|error| python_error(&error))?;
-        let mut reported = self.reported();
-        reported.sent.extend(report.sent);
-        reported.received.extend(report.received);
-        reported.failed.extend(report.failed);
-        reported.invalid.extend(report.invalid);
-        Ok(())
+        self.take(report)
     }
 
     /// Returns the requests whose blocks were sent, whose load has ended, and those of the latter
     /// whose load has failed as a whole.
     fn get_transfer_results(&self) -> PyResult<(Vec<String>, Vec<String>, Vec<String>)> {
         self.process.check()?;
-        if let Membership::Ended(Some(error)) = &*self.membership() {
-            return Err(python_error(error));
-        }
+        let notes = match &*self.membership() {
+            Membership::Ended(Some(error)) => return Err(python_error(error)),
+            Membership::Joined(joined) => joined.notes(),
+            Membership::Joining | Membership::Ended(None) => Vec::new(),
+        };
+        notes.iter().try_for_each(|note| self.take(note))?;
         let mut reported = self.reported();
         let names = |list: &mut Vec<RequestId>| {
             std::mem::take(list).iter().map(RequestId::to_string).collect()
@@ -202,6 +209,16 @@ impl Worker {
 }
 
 impl Worker {
+    fn take(&self, report: &[u8]) -> PyResult<()> {
+        let report = StepReport::decode(report).map_err(|error| python_error(&error))?;
+        let mut reported = self.reported();
+        reported.sent.extend(report.sent);
+        reported.received.extend(report.received);
+        reported.failed.extend(report.failed);
+        reported.invalid.extend(report.invalid);
+        Ok(())
+    }
+
     fn membership(&self) -> MutexGuard<'_, Membership> {
         self.membership.lock().unwrap_or_else(PoisonError::into_inner)
     }

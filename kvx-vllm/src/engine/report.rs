@@ -230,9 +230,12 @@ mod tests {
         assert_eq!(StepReport::decode(&report.encode()).unwrap(), report);
         assert!(StepReport::default().encode().is_empty());
         assert_eq!(StepReport::decode(b"").unwrap(), StepReport::default());
-        for wrong in [&b"x"[..], b"{}", br#"{"format":2,"sent":[],"received":[],"failed":[],"invalid":[]}"#,
-            br#"{"format":1,"sent":[1],"received":[],"failed":[],"invalid":[]}"#]
-        {
+        for wrong in [
+            &b"x"[..],
+            b"{}",
+            br#"{"format":2,"sent":[],"received":[],"failed":[],"invalid":[]}"#,
+            br#"{"format":1,"sent":[1],"received":[],"failed":[],"invalid":[]}"#,
+        ] {
             assert_eq!(StepReport::decode(wrong).unwrap_err().kind(), ErrorKind::Malformed);
         }
     }
@@ -253,7 +256,10 @@ mod tests {
         assert!(reports.note(failed("a", &[5, 6], &[])));
         reports.refuse(&"b".into());
         let report = reports.take();
-        assert_eq!((names(&report.received), report.invalid), (vec!["a", "b"], vec![5, 6, 4, 5, 6]));
+        assert_eq!(
+            (names(&report.received), report.invalid),
+            (vec!["a", "b"], vec![5, 6, 4, 5, 6])
+        );
         assert!(report.failed.is_empty());
         let mut reports = expecting(2, &["a"]);
         assert!(reports.note(failed("a", &[], &[])));

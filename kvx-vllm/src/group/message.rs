@@ -59,6 +59,8 @@ pub enum ToRank {
     /// Revokes peers' access to these blocks. The rank sets the generation counters that it made to
     /// this stamp and answers `Raised` with this number.
     Raise { number: u64, stamp: u64, blocks: Vec<u32> },
+    /// A note of the engine's program for the rank's program.
+    Note(Vec<u8>),
 }
 
 /// Generation counters that a rank creates itself because it runs on another host.
@@ -148,6 +150,7 @@ impl ToRank {
                     }
                 });
             }),
+            ToRank::Note(note) => message(12, |writer| writer.binary(note)),
             ToRank::Digest { number, fresh } => message(6, |writer| {
                 writer.array(2);
                 writer.unsigned(*number);
@@ -167,7 +170,7 @@ impl ToRank {
         if kind == 4 {
             return ConnectorMeta::decode(body).map(ToRank::Step);
         }
-        let longest = if matches!(kind, 6 | 8 | 10 | 11) { MAX_STEP } else { MAX_TEXT };
+        let longest = if matches!(kind, 6 | 8 | 10..=12) { MAX_STEP } else { MAX_TEXT };
         let mut reader = MsgpackReader::new(WHAT, body, longest)?;
         let message = match kind {
             0 => ToRank::Welcome(reader.owned_text()?),
@@ -204,6 +207,7 @@ impl ToRank {
                 let early = read_flag(&mut reader)?;
                 ToRank::Save { number, of, early, blocks: reader.list(MAX_ASKED, read_unsaved)? }
             }
+            12 => ToRank::Note(reader.binary()?.to_vec()),
             other => {
                 return Err(reader.malformed(format_args!("unknown message kind {other}")).into());
             }

@@ -38,6 +38,8 @@ use kvx_vllm::mapping::Caches;
 const AGAIN: Duration = Duration::from_millis(20);
 /// The time limit for a connection attempt. Another attempt follows.
 const TO_CONNECT: Duration = Duration::from_secs(3);
+/// The most notes that wait for this process.
+const MOST_NOTES: usize = 1 << 16;
 /// The time that a rank has for its shutdown after its engine has gone.
 const ALONE: Duration = Duration::from_secs(1);
 
@@ -63,6 +65,8 @@ struct EngineChannel {
     /// Locked while a question waits for its answer.
     asking: Mutex<()>,
     answer: Arc<Slot<Result<Option<SentGenerations>>>>,
+    /// Notes of the engine that this process has not taken.
+    notes: Mutex<Vec<Vec<u8>>>,
     /// Why the engine is gone, unless it has ended this rank itself.
     gone: OnceLock<Error>,
 }
@@ -207,6 +211,11 @@ impl JoinedRank {
         register::give_back(self.connector.shared(), self.rank, deadline.into())
     }
 
+    /// Takes the engine's [notes](Rank::note), in their order.
+    pub fn notes(&self) -> Vec<Vec<u8>> {
+        std::mem::take(&mut self.link.notes.lock())
+    }
+
     /// Waits until the engine has ended, or has lost this rank. `Ok` means that the engine was shut
     /// down and nothing touches the memory any more.
     ///
@@ -309,7 +318,7 @@ async fn run(
         Err(error) => return started.set(Err(error)),
     };
     let (asking, answer, gone) = (Mutex::default(), Slot::new(), OnceLock::new());
-    let link = Arc::new(EngineChannel { up, asking, answer, gone });
+    let link = Arc::new(EngineChannel { up, asking, answer, notes: Mutex::new(Vec::new()), gone });
     let connector = Connector::of(Arc::clone(&shared));
     started.set(Ok(JoinedRank { connector, rank, link: Arc::clone(&link) }));
     drop(started);
@@ -449,6 +458,14 @@ async fn obey(
             }
             Ok(ToRank::Grants { request, told }) => {
                 shared.state.lock().grants.answer(&request, told.map_err(refused));
+            }
+            Ok(ToRank::Note(note)) => {
+                let mut notes = link.notes.lock();
+                if notes.len() == MOST_NOTES {
+                    break ErrorKind::Exhausted
+                        .because(format!("{MOST_NOTES} notes of the engine were left untaken"));
+                }
+                notes.push(note);
             }
             Ok(ToRank::End(within)) => drop(shutdown::request(&shared, within.into())),
             Ok(ToRank::Welcome(_)) => {

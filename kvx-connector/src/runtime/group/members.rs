@@ -16,6 +16,9 @@ use super::remote_rank::{RankMessage, RankProcess, RemoteRank, out_of_turn, rank
 use kvx_vllm::engine::WorkerRank;
 use kvx_vllm::group::{ToHead, ToRank};
 
+/// The longest note, in bytes.
+const MAX_NOTE: usize = 1 << 20;
+
 /// The reason for the loss of a rank that was killed.
 pub(super) const ENDED: &str = "its process has ended";
 
@@ -143,6 +146,26 @@ pub(super) fn take_message(shared: &Shared, rank: WorkerRank, message: ToHead) -
 /// Sends a message to a rank.
 pub(super) fn send(shared: &Shared, rank: WorkerRank, message: ToRank, file: Option<OwnedFd>) {
     with_remote(shared, rank, |remote| remote.send(message, file));
+}
+
+/// Sends a note of this program to that of a rank.
+pub(in crate::runtime) fn note(shared: &Shared, rank: WorkerRank, note: &[u8]) -> Result<()> {
+    if note.len() > MAX_NOTE {
+        return Err(ErrorKind::Exhausted.because(format!(
+            "a note of {} bytes is longer than {MAX_NOTE}: send it in parts",
+            note.len()
+        )));
+    }
+    let mut state = shared.state.lock();
+    let Some(remote) = state.ranks.remote_at(rank) else {
+        return Err(ErrorKind::Invalid
+            .because(format!("{} runs in the engine's own process", rank_name(rank))));
+    };
+    if let Some(why) = remote.missing() {
+        return Err(ErrorKind::PeerLost.because(why));
+    }
+    remote.send(ToRank::Note(note.to_vec()), None);
+    Ok(())
 }
 
 /// Sends a rank the grants of all ranks for a request.

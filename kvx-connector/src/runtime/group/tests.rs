@@ -13,7 +13,7 @@ use super::remote_rank::RankProcess;
 use super::serving::{OF_ONE_ADDRESS, UnprovenCounts};
 use kvx_vllm::Version;
 use kvx_vllm::engine::{BlockLists, PoolBlocks, WorkerRank};
-use kvx_vllm::group::ToHead;
+use kvx_vllm::group::{ToHead, ToRank};
 use kvx_vllm::wire::{CompatibilityFactors, NixlAgentMetadata};
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -93,6 +93,37 @@ fn a_message_of_a_rank_out_of_turn_is_refused() {
     assert_eq!(hears(one, ToHead::GivesBack).unwrap_err().kind(), ErrorKind::Closed);
     assert_eq!(hears(one, pool(7)).unwrap_err().kind(), ErrorKind::Closed);
     members::lose(shared, other, "a test", true);
+    connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
+}
+
+#[test]
+fn notes_reach_a_rank_that_has_registered() {
+    let path = std::env::temp_dir().join(format!("kvx-notes-{}", std::process::id()));
+    let connector = engine(&path);
+    let shared = connector.shared();
+    let [one, other] = [0, 1].map(|tp| WorkerRank { pp: 0, tp });
+    let note = |rank, note: &[u8]| connector.rank(rank).unwrap().note(note).map_err(|e| e.kind());
+    let newcomer = RankProcess { process: "process 1".into(), life: None, distant: false };
+    let mut down = members::seat(shared, one, &newcomer).unwrap();
+    assert_eq!(note(one, b"early"), Err(ErrorKind::PeerLost));
+    assert_eq!(note(other, b"not here"), Err(ErrorKind::PeerLost));
+    members::take_message(shared, one, pool(8)).unwrap();
+    members::take_message(shared, one, metadata()).unwrap();
+    note(one, b"first").unwrap();
+    note(one, &[7; 1 << 20]).unwrap();
+    assert_eq!(note(one, &[7; (1 << 20) + 1]), Err(ErrorKind::Exhausted));
+    let notes: Vec<_> = std::iter::from_fn(|| down.try_recv().ok())
+        .filter_map(|(message, _)| {
+            let bytes = message.encode().unwrap();
+            match ToRank::decode(&bytes).unwrap() {
+                ToRank::Note(note) => Some(note),
+                _ => None,
+            }
+        })
+        .collect();
+    assert_eq!(notes, [b"first".to_vec(), vec![7; 1 << 20]]);
+    members::lose(shared, one, "a test", true);
+    assert_eq!(note(one, b"late"), Err(ErrorKind::PeerLost));
     connector.shutdown(LIMIT).wait_blocking(LIMIT).unwrap();
 }
 

@@ -67,16 +67,6 @@ type Layer = (String, u64, u32, u64, u64, u32, u32);
 
 #[pymethods]
 impl Worker {
-    fn take(&self, report: &[u8]) -> PyResult<()> {
-        let report = StepReport::decode(report).map_err(|error| python_error(&error))?;
-        let mut reported = self.reported();
-        reported.sent.extend(report.sent);
-        reported.received.extend(report.received);
-        reported.failed.extend(report.failed);
-        reported.invalid.extend(report.invalid);
-        Ok(())
-    }
-
     /// Creates the half of a worker whose scheduler listens at the socket of this name.
     #[new]
     fn new(socket: String, tp: u32, pp: u32) -> Self {

@@ -22,7 +22,7 @@ struct Package(PathBuf);
 impl Package {
     fn new(name: &str) -> Self {
         let program = std::env::current_exe().unwrap();
-        let built = program.parent().and_then(Path::parent).unwrap().join("libkvx_python.so");
+        let built = program.parent().unwrap().join("libkvx_python.so");
         let folder = std::env::temp_dir().join(kvx_testkit::unique(name));
         std::fs::create_dir_all(folder.join("kvx")).unwrap();
         symlink(built, folder.join("kvx/_kvx.abi3.so")).unwrap();

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvx::Memory;
+use kvx::{HugePages, Memory};
 use kvx::connector::{
     Caches, Heads, JoinedRank, KvLayout, KvTensors, LayerCache, MemoryType, Rank, RequestId,
     WorkerRank,
@@ -31,7 +31,7 @@ impl Pool {
     fn new(py: Python<'_>, len: usize) -> PyResult<Self> {
         py.detach(|| {
             log_to_stderr();
-            Memory::pool(len).build().map(|memory| Pool(Arc::new(memory)))
+            Memory::pool(len).huge_pages(HugePages::Prefer).build().map(|memory| Pool(Arc::new(memory)))
         })
         .map_err(|error| python_error(&error))
     }

@@ -178,7 +178,14 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         caches = _Caches(self._config, self._cache, kv_caches)
         self._factors = _factors(self._config, caches.backend)
         self._digest = _digest(self._config, caches)
-        self._worker.register_kv_caches(pool=self._pool, **caches.described())
+        described = caches.described()
+        if self._pool and self._pool.address() != described["address"]:
+            self._pool = None  # vLLM keeps its cache elsewhere
+        logger.info(
+            "KvxConnector: the KV cache lies in %s",
+            "shared memory, which other engines of this host map" if self._pool else "memory that vLLM has allocated",
+        )
+        self._worker.register_kv_caches(pool=self._pool, **described)
 
     def get_handshake_metadata(self):
         return KvxHandshake(self._factors, self._digest)
@@ -221,11 +228,13 @@ class _SharedAllocation(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is not torch.zeros or kwargs.get("dtype") is not torch.int8 or self._connector._pool:
+        size = args[0] if len(args) == 1 else None
+        size = size[0] if isinstance(size, (tuple, list)) and len(size) == 1 else size
+        is_cache = func is torch.zeros and isinstance(size, int) and kwargs.get("dtype") is torch.int8
+        if not is_cache or self._connector._pool:
             return func(*args, **kwargs)
         from kvx import _kvx
 
-        size = args[0] if isinstance(args[0], int) else args[0][0]
         self._connector._pool = pool = _kvx.Pool(size)
         buffer = (ctypes.c_int8 * size).from_address(pool.address())
         return torch.frombuffer(buffer, dtype=torch.int8)

@@ -3,8 +3,8 @@
 //! vLLM creates a connector twice: next to its scheduler, and in the process of each worker.
 //! [`Scheduler`] has the [`Connector`](kvx::connector::Connector), with its side channel, leases and
 //! deadlines. Each [`Worker`] joins it as a rank, over a Unix socket, and has the memory. Both work
-//! in their own threads, so a load goes on while vLLM computes a step or is idle. The scheduler's
-//! half tells the workers what has ended, and they report it to vLLM as their own.
+//! in their own threads, so a load continues while vLLM computes a step or is idle. The scheduler's
+//! half sends the workers a list of ended loads and leases, which they report to vLLM.
 //!
 //! `kvx/vllm.py` has the Python class that vLLM loads. It passes values on and decides nothing. No
 //! thread of this module calls into Python.

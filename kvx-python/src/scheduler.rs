@@ -42,9 +42,9 @@ struct State {
     reports: StepReports,
     /// The tokens that each request had when it asked for more.
     computed: HashMap<RequestId, u32>,
-    /// Loads since vLLM took the statistics last whose blocks were stale.
+    /// The number of loads with stale blocks since vLLM took the statistics last.
     stale: usize,
-    /// The same for corrupt blocks.
+    /// The number of loads with corrupt blocks since then.
     corrupt: usize,
     /// True if the connector was shut down.
     ends: bool,
@@ -160,7 +160,7 @@ impl Scheduler {
         // It may wait for digests and for copies to the host.
         py.detach(|| {
             let mut state = self.state();
-            // What has ended before the request is reported as such.
+            // Outcomes from before the end of the request are not results of that end.
             take_outcomes(&self.connector, &mut state);
             state.computed.remove(&request);
             let waits = state.reports.waits(&request);
@@ -245,8 +245,8 @@ fn take_outcomes(connector: &Connector, state: &mut State) {
     }
 }
 
-/// Sends what has ended to the workers at once, so that they report it in the step that runs now.
-/// The next step's metadata carries what could not be sent.
+/// Sends outcomes to the workers as they arise, so that the workers report them in the step that
+/// runs now.
 fn report(connector: &Connector, ranks: &[Rank], state: &Mutex<State>) {
     while !lock(state).ends {
         if !connector.outcomes_ready_blocking(PAUSE) {

@@ -53,7 +53,7 @@ pub(crate) struct Worker {
     reported: Mutex<StepReport>,
 }
 
-/// Whether the worker has joined the scheduler.
+/// The state of the worker's connection to the scheduler.
 enum Membership {
     Joining,
     Joined(JoinedRank),

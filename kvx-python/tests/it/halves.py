@@ -208,7 +208,7 @@ def a_restarted_prefill_with_the_same_name_is_not_taken_for_the_old_one():
     decode.load("late", params, [4], 16)
     decode.until(lambda: len(decode.received) == 2)
     assert decode.invalid == [4], decode.invalid
-    # What the new one has computed is loaded.
+    # Blocks of the new one are loaded.
     decode.load("next", prefill.prefill("n", [2], 16), [5], 16)
     decode.until(lambda: len(decode.received) == 3)
     assert decode.invalid == [4] and decode.bytes(5) == prefill.bytes(2)

@@ -16,7 +16,7 @@ use crate::ids::{BlockLists, RequestId};
 /// The version of a report's encoding.
 const FORMAT: u64 = 1;
 
-/// What each worker of a vLLM reports to its scheduler after a step.
+/// The report of each worker of a vLLM to its scheduler after a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepReport {
     /// `finished_sending`: requests whose kept blocks may be reused.
@@ -103,8 +103,8 @@ struct AwaitedLoad {
 /// Collects outcomes until the next report. Each load that vLLM waits for is reported once.
 #[derive(Debug)]
 pub struct StepReports {
-    /// Whether blocks identify the tokens that a failed load lacks. With several KV cache groups
-    /// they do not, and vLLM takes only whole requests.
+    /// True if a failed load is reported by its invalid blocks. With several KV cache groups vLLM
+    /// accepts only whole requests.
     by_block: bool,
     loads: HashMap<RequestId, AwaitedLoad>,
     next: StepReport,
@@ -129,8 +129,8 @@ impl StepReports {
         }
     }
 
-    /// Notes an outcome. Returns false if it has to be told by other means: vLLM then never reuses
-    /// the blocks of the request, and a request that waits for them waits until it is aborted.
+    /// Notes an outcome. Returns false if vLLM gets no report of it: it then never reuses the
+    /// blocks, and a request that waits for them waits until it is aborted.
     #[must_use]
     pub fn note(&mut self, outcome: Outcome) -> bool {
         match outcome {

@@ -202,7 +202,7 @@ def through_router():
 LEASE = 3  # seconds, in the part `wrong`
 TRIALS = 20
 RESTARTS = 5
-# One line per trial, so that an interrupted run goes on.
+# One line per trial, so that an interrupted run can be resumed.
 RECORD = os.path.join(WORK, "wrong.jsonl")
 
 

@@ -24,7 +24,8 @@ pub(crate) struct Options {
     #[arg(long, conflicts_with = "model_config")]
     kvx: bool,
     /// The connector of the fleet; mooncake has the part `bare` too, and kvx is kvx's own, in an
-    /// unpatched vLLM (parts SHM, TCP, serve, stock, proxy, times, wrong); neither goes with --kvx
+    /// unpatched vLLM (parts SHM, TCP, serve, stock, proxy, unit, times,
+    /// wrong); neither goes with --kvx
     #[arg(long, value_enum, default_value_t = Connector::Nixl)]
     connector: Connector,
     /// Install and build what it needs, and run nothing

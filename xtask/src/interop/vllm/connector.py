@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -199,6 +200,15 @@ def through_router():
             row("kvx proxy: logprobs, stop, n, echo, stream; 200 aborts", "tiny-float32", result, f"{texts + (text == alone)} of 6 texts equal")
 
 
+def unit():
+    """vLLM's own unit tests."""
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "unit.py")
+    done = subprocess.run([sys.executable, script, WORK, SITE], stdout=subprocess.PIPE, text=True, timeout=1200)
+    print(done.stdout, flush=True)
+    check(done.returncode == 0, "vLLM's own unit tests")
+    row("vLLM's unit tests of remote prefill and decode", "", done.stdout.strip().splitlines()[-1].strip("= "), "")
+
+
 LEASE = 3  # seconds, in the part `wrong`
 TRIALS = 20
 RESTARTS = 5
@@ -350,6 +360,7 @@ PARTS = {
     "serve": beside_serve,
     "stock": beside_stock,
     "proxy": through_router,
+    "unit": unit,
     "times": times,
     "wrong": wrong,
 }

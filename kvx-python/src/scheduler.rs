@@ -69,7 +69,7 @@ impl Scheduler {
         (address.host.to_string(), address.port)
     }
 
-    /// Announces a request with its `kv_transfer_params`, as JSON.
+    /// Announces a request with its `kv_transfer_params`, as JSON. They come from a client.
     fn on_new_request(
         &self,
         request: &str,
@@ -78,13 +78,15 @@ impl Scheduler {
     ) -> PyResult<()> {
         self.process.check()?;
         let request = RequestId::from(request);
-        let params = params.map(parse).transpose()?;
-        let params = params.map(|params| TransferParams::from_value(&params));
-        let noted = match &params {
-            Some(Err(why)) => Err(why.to_string()),
-            Some(Ok(params)) => self.announce(&request, prompt_tokens, Some(params)),
-            None => self.announce(&request, prompt_tokens, None),
-        };
+        let params = params.map(|params| {
+            let params = serde_json::from_str(params).map_err(|error| error.to_string())?;
+            TransferParams::from_value(&params).map_err(|error| error.to_string())
+        });
+        let noted = params.transpose().and_then(|params| {
+            let params = params.as_ref();
+            let arrival = Arrival { request: &request, prompt_tokens, params, deadline: None };
+            self.connector.on_new_request(arrival).map_err(|why| why.to_string())
+        });
         if let Err(why) = noted {
             tracing::warn!(%request, "its kv_transfer_params are not used: {why}");
         }
@@ -211,16 +213,6 @@ impl Scheduler {
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
-
-    fn announce(
-        &self,
-        request: &RequestId,
-        prompt_tokens: u32,
-        params: Option<&TransferParams>,
-    ) -> Result<(), String> {
-        let arrival = Arrival { request, prompt_tokens, params, deadline: None };
-        self.connector.on_new_request(arrival).map_err(|why| why.to_string())
-    }
 }
 
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
@@ -259,7 +251,7 @@ fn report(connector: &Connector, ranks: &[Rank], state: &Mutex<State>) {
         if !note.is_empty() {
             for rank in ranks {
                 if let Err(why) = rank.note(&note) {
-                    tracing::error!("a worker cannot report to vLLM: {why}");
+                    tracing::warn!("a worker cannot report to vLLM: {why}");
                 }
             }
         }

@@ -3,11 +3,11 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use kvx::{HugePages, Memory};
 use kvx::connector::{
     Caches, Heads, JoinedRank, KvLayout, KvTensors, LayerCache, MemoryType, Rank, RequestId,
     WorkerRank,
 };
+use kvx::{HugePages, Memory};
 use kvx_vllm::engine::StepReport;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -31,7 +31,10 @@ impl Pool {
     fn new(py: Python<'_>, len: usize) -> PyResult<Self> {
         py.detach(|| {
             log_to_stderr();
-            Memory::pool(len).huge_pages(HugePages::Prefer).build().map(|memory| Pool(Arc::new(memory)))
+            Memory::pool(len)
+                .huge_pages(HugePages::Prefer)
+                .build()
+                .map(|memory| Pool(Arc::new(memory)))
         })
         .map_err(|error| python_error(&error))
     }

@@ -128,8 +128,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request):
         params = request.kv_transfer_params
-        text = json.dumps(params) if params else None
-        self._scheduler.on_new_request(request.request_id, request.num_prompt_tokens, text)
+        self._scheduler.on_new_request(request.request_id, request.num_prompt_tokens, params and _text(params))
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return self._scheduler.get_num_new_matched_tokens(request.request_id, num_computed_tokens)
@@ -284,6 +283,14 @@ class _Caches:
             "owner": storage,
             "device": None if device.type == "cpu" else (kind, device.index or 0),
         }
+
+
+def _text(params):
+    """Writes what a client has sent as JSON, or as text that is none."""
+    try:
+        return json.dumps(params)
+    except (RecursionError, TypeError, ValueError):
+        return "they cannot be written as JSON"
 
 
 def _factors(vllm_config, backend):

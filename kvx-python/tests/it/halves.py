@@ -179,7 +179,8 @@ def a_request_that_is_aborted_while_it_loads_is_reported_once():
 def parameters_of_the_wrong_form_are_not_used():
     decode = Engine("decode")
     wrong = ['{"do_remote_prefill": 1}', '{"do_remote_prefill": true}', '[]', '{}', '"text"',
-             '{"do_remote_prefill": true, "remote_block_ids": [["a"]]}']
+             '{"do_remote_prefill": true, "remote_block_ids": [["a"]]}', '{', '{"x": NaN}', '{"x": "\\ud800"}',
+             '{"x": ' + 10_000 * '[' + 10_000 * ']' + '}', '{"remote_port": 1' + 400 * '0' + '}']
     for number, params in enumerate(wrong):
         request = f"r{number}"
         decode.scheduler.on_new_request(request, 16, params)
@@ -189,11 +190,6 @@ def parameters_of_the_wrong_form_are_not_used():
         decode.scheduler.request_finished(request, "FINISHED_STOPPED", [[1]], 16)
     decode.step()
     assert not (decode.received or decode.sent or decode.invalid)
-    try:
-        decode.scheduler.on_new_request("r", 16, "{")
-        raise AssertionError("text that is not JSON must be an error")
-    except ValueError:
-        pass
     decode.end()
 
 

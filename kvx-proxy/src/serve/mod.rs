@@ -1,6 +1,6 @@
 //! Listens, serves connections, and shuts down.
 
-mod address_limit;
+pub(crate) mod address_limit;
 mod admin;
 mod idle;
 pub(crate) mod keys;

@@ -14,13 +14,18 @@
 
 use std::fs;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
 
 use kvx_core::backend::fork::{self, LibraryDescriptors};
+use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_acceptconn};
 use rustix::net::{AddressFamily, Shutdown};
 
 /// The maximum nesting of epolls: an endpoint's waits for one of connections and one of messages.
 /// The inner ones live as long as the outer one: all epolls have the same inode number.
 const DEPTH: usize = 3;
+/// How long libfabric may wait for the data of a request to connect, which peers send with the
+/// request.
+const REQUEST_TIME: Duration = Duration::from_millis(10);
 
 /// Returns a guard for as long as the queue is open: forked children do not keep open the sockets
 /// that it waits for at the fork.
@@ -79,6 +84,20 @@ impl Connections {
                     self.0.push(Socket { number, copy });
                 }
                 _ => self.look(copy.as_raw_fd(), deeper),
+            }
+        }
+    }
+
+    /// Bounds the time that libfabric reads a request to connect. Over `tcp`, 1.17 does so without
+    /// a limit, on the thread that serves all peers. Accepted sockets inherit the limit of the one
+    /// that listens; it does not apply to other reads, because these do not block.
+    pub(crate) fn limit_requests(&self) {
+        for Socket { copy, .. } in &self.0 {
+            if socket_acceptconn(copy) != Ok(true) {
+                continue;
+            }
+            if let Err(errno) = set_socket_timeout(copy, Timeout::Recv, Some(REQUEST_TIME)) {
+                tracing::warn!(%errno, "a peer that sends half a request can block this agent");
             }
         }
     }

@@ -156,7 +156,10 @@ impl Rail {
         let endpoint = endpoint
             .map_err(|errno| error::endpoint_error(&info.provider(), &info.domain(), errno))?;
         let sockets = match endpoint.wait_method() {
-            WaitMethod::Descriptor(queue) => Some(connections::kept_from_children(queue)),
+            WaitMethod::Descriptor(queue) => {
+                Connections::of(queue).limit_requests();
+                Some(connections::kept_from_children(queue))
+            }
             WaitMethod::Never => None,
         };
         let address = info.has_socket_addresses().then(|| endpoint.address().ok()).flatten();

@@ -2,6 +2,7 @@
 
 pub use crate::admission::{BodyMemory, BodyPermit};
 pub use crate::body::{BodyError, read_body};
+pub use crate::serve::address_limit::counted_address;
 pub use crate::serve::keys::Keys;
 pub use crate::serve::listener::serve_http1;
 pub use crate::setup::ClientLimits;

@@ -47,7 +47,10 @@ pub use harness::{
 };
 pub use hosts::{DIED_AFTER_PASSING, Host, Hosts, refused_behind, run_one_test};
 pub use kvx_testkit_macros::test;
-pub use listener::{ATTACKER_CONNECTS, AttackBytes, Bounds, Client, Cost, Listener, connect_from};
+pub use listener::{
+    ATTACKER_CONNECTS, AttackBytes, Bounds, Client, Cost, Listener, connect_from,
+    listening_addresses,
+};
 pub use mutation::{fuzz, within_limits};
 pub use newcomer::{newcomer, newcomers_amid, readers};
 pub use pattern::{byte_at, checksum, fill};

@@ -12,8 +12,8 @@ const BLOCKS: u32 = 64;
 const BYTES: usize = BLOCK as usize * BLOCKS as usize;
 const PROVIDER: &str = "tcp;ofi_rxm";
 /// The variables and values that SECURITY.md recommends.
-const SIZE: (&str, &str) = ("FI_OFI_RXM_BUFFER_SIZE", "4352");
-const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
+pub(crate) const SIZE: (&str, &str) = ("FI_OFI_RXM_BUFFER_SIZE", "4352");
+pub(crate) const LIMIT: (&str, &str) = ("FI_OFI_RXM_EAGER_LIMIT", "16384");
 /// Set in a process that prints its warnings and its route, and exits. With the value `BOUNDS` it
 /// bounds its buffers.
 const REPORT: &str = "KVX_LIBFABRIC_REPORT";

@@ -7,6 +7,7 @@ mod conformance;
 mod devices;
 mod ended;
 mod killed;
+mod listeners;
 mod processes;
 mod stopped;
 
@@ -23,5 +24,6 @@ fn registry(_: &str) -> Registry {
 
 fn main() -> ExitCode {
     buffers::report_if_asked();
+    listeners::play_if_asked();
     harness_main(conformance_trials(registry, &conformance::suites()))
 }

@@ -22,7 +22,7 @@ pub(super) struct AddressPlace {
 }
 
 /// Returns the address that counts: clients choose the last 64 bits of an IPv6 address.
-fn counted(address: IpAddr) -> IpAddr {
+pub fn counted_address(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() >> 64 << 64).into(),
         address => address,
@@ -36,7 +36,7 @@ impl AddressLimit {
 
     /// Takes a place for a connection; `None` if its address has none left.
     pub(super) fn enter(&self, address: IpAddr) -> Option<AddressPlace> {
-        let address = counted(address);
+        let address = counted_address(address);
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry(address).or_default();
         (*count < self.most).then(|| {

@@ -1,6 +1,6 @@
 //! Listens, serves connections, and shuts down.
 
-mod address_limit;
+pub(crate) mod address_limit;
 mod admin;
 mod idle;
 pub(crate) mod keys;
@@ -39,6 +39,10 @@ use crate::fleet::watch;
 use crate::log::AccessLogger;
 use crate::relay::core::{Core, LiveSetup};
 use crate::setup::Setup;
+
+/// The most concurrent requests of an HTTP/2 connection. Each takes some 3 KiB until its client has
+/// read the answer, also without a key.
+const HTTP2_STREAMS: u32 = 64;
 
 /// A proxy that listens but does not serve yet.
 #[derive(Debug)]
@@ -264,7 +268,7 @@ fn http2_connections(limits: &crate::setup::ClientLimits) -> http2::Builder<Toki
     builder
         .timer(TokioTimer::new())
         .max_header_list_size(u32::try_from(limits.headers).unwrap_or(u32::MAX))
-        .max_concurrent_streams(1024)
+        .max_concurrent_streams(HTTP2_STREAMS)
         .max_pending_accept_reset_streams(64)
         .keep_alive_interval(limits.header_time)
         .keep_alive_timeout(limits.header_time);

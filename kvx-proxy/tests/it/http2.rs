@@ -40,7 +40,7 @@ async fn router_with(instance: &Upstream, limits: &str) -> (SocketAddr, Handle) 
 }
 
 /// Connects a client whose streams have this window, in bytes.
-async fn client(address: SocketAddr, window: u32) -> SendRequest<Full<Bytes>> {
+pub(crate) async fn client(address: SocketAddr, window: u32) -> SendRequest<Full<Bytes>> {
     let stream = connect(address, &[b"h2"]).await;
     let mut builder = http2::Builder::new(TokioExecutor::new());
     builder.initial_stream_window_size(window);

@@ -8,6 +8,8 @@ mod connections;
 mod disaggregated;
 #[cfg(feature = "tls")]
 mod http2;
+#[cfg(feature = "tls")]
+mod listeners;
 mod passing;
 mod realtime;
 mod spans;

@@ -23,8 +23,8 @@ pub(crate) fn file(name: &str) -> PathBuf {
     [env!("CARGO_MANIFEST_DIR"), "tests/it/testdata", name].iter().collect()
 }
 
-/// Connects a client that trusts the certificate and offers these protocols.
-pub(crate) async fn connect(to: SocketAddr, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
+/// Returns the configuration of a client that trusts the certificate and offers these protocols.
+pub(crate) fn client_config(protocols: &[&[u8]]) -> ClientConfig {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(file("cert.pem")).unwrap()).unwrap();
     let mut config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
@@ -33,9 +33,14 @@ pub(crate) async fn connect(to: SocketAddr, protocols: &[&[u8]]) -> TlsStream<Tc
         .with_root_certificates(roots)
         .with_no_client_auth();
     config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+    config
+}
+
+/// Connects such a client.
+pub(crate) async fn connect(to: SocketAddr, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
+    let connector = TlsConnector::from(Arc::new(client_config(protocols)));
     let stream = within(TcpStream::connect(to)).await;
-    within(TlsConnector::from(Arc::new(config)).connect("localhost".try_into().unwrap(), stream))
-        .await
+    within(connector.connect("localhost".try_into().unwrap(), stream)).await
 }
 
 fn setup(cert: &str, key: &str) -> Setup {

@@ -12,6 +12,7 @@
 
 mod attackers;
 mod clients;
+mod sockets;
 mod usage;
 
 use std::fmt;
@@ -29,6 +30,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use self::attackers::{Attacker, Attackers, LETTER, drip};
 pub use self::clients::Client;
 use self::clients::{Rounds, work_until};
+pub use self::sockets::listening_addresses;
 use self::usage::{PeakUsage, ServerUsage, watch_until};
 use crate::check::{CUT_OFF, Check, Failure, ensure};
 use crate::stopwatch::Stopwatch;

@@ -5,6 +5,7 @@ mod agents;
 mod conformance;
 mod devices;
 mod environment;
+mod listeners;
 mod versions;
 
 use std::process::ExitCode;
@@ -22,6 +23,7 @@ fn main() -> ExitCode {
     serve_if_asked(registry);
     agents::play_if_asked();
     environment::report_if_asked();
+    listeners::play_if_asked();
     if let Some(code) = conformance::run_suites_if_asked() {
         return code;
     }

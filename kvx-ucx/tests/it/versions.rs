@@ -134,7 +134,9 @@ pub(crate) fn on_each(test: &str, body: impl FnOnce(&Version)) {
     for version in of_this_run() {
         match version.command() {
             Ok(mut command) => {
-                let child = command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+                // UCX logs on standard output by default, into the middle of the harness's lines.
+                let child = command.env("UCX_LOG_FILE", "stderr");
+                let child = child.args(["--exact", test, "--nocapture", "--test-threads=1"]);
                 if let Err(failure) = kvx_testkit::run_one_test(test, child, LIMIT) {
                     let told = failure.to_string();
                     // Its process may crash after the test.

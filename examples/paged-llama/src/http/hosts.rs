@@ -15,9 +15,10 @@ use axum::http::header::CONTENT_TYPE;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use kvx_proxy::server::counted_address;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
-use tokio::task::AbortHandle;
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use super::client::{CLIENT, Client};
@@ -105,11 +106,13 @@ impl Hosts {
                             ),
                         }
                     });
-                    unknown.add(PendingConnection {
-                        from: from.ip(),
-                        task: task.abort_handle(),
-                        is_known,
-                    });
+                    let replaced =
+                        unknown.add(PendingConnection { from: from.ip(), task, is_known });
+                    if let Some(replaced) = replaced {
+                        // Its descriptor is closed once its task has ended, until which further
+                        // connections wait.
+                        let _cancelled = replaced.await;
+                    }
                 }
                 Err(why) => {
                     tracing::warn!("cannot accept hosts: {why}");
@@ -119,11 +122,10 @@ impl Hosts {
         }
     }
 
-    /// Lets a host join. Sets `known` once the peer has proven the secret or, without one, sent a
-    /// request to join.
+    /// Lets a host join. Sets `known` once the peer has sent a request to join. With a secret, this
+    /// proves it: a recorded first message of Noise can be repeated, but not what follows.
     async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
         let mut stream = noise::accept(stream, self.secret.as_ref()).await?;
-        known.store(self.secret.is_some(), Ordering::Relaxed);
         let joining: JoinRequest = read_message(&mut stream).await?;
         known.store(true, Ordering::Relaxed);
         let refused = self.refusal(&joining);
@@ -251,7 +253,7 @@ impl Hosts {
 /// A connection whose peer is not authenticated yet.
 struct PendingConnection {
     from: IpAddr,
-    task: AbortHandle,
+    task: JoinHandle<()>,
     is_known: Arc<AtomicBool>,
 }
 
@@ -261,18 +263,22 @@ struct PendingConnections(Vec<PendingConnection>);
 
 impl PendingConnections {
     /// Adds a connection. Beyond [`MOST_PENDING`] it closes the oldest connection of the address
-    /// that has most of them, so that silent peers cannot keep a host from joining.
-    fn add(&mut self, connection: PendingConnection) {
+    /// (IPv6: of the /64) that has most of them, so that silent peers cannot keep a host from
+    /// joining. Returns the task of that connection.
+    fn add(&mut self, mut connection: PendingConnection) -> Option<JoinHandle<()>> {
+        connection.from = counted_address(connection.from);
         let all = &mut self.0;
         all.push(connection);
         all.retain(|each| !each.task.is_finished() && !each.is_known.load(Ordering::Relaxed));
-        if all.len() > MOST_PENDING {
-            let count = |from: IpAddr| all.iter().filter(|each| each.from == from).count();
-            let most = all.iter().map(|each| count(each.from)).max();
-            if let Some(at) = all.iter().position(|each| Some(count(each.from)) == most) {
-                all.remove(at).task.abort();
-            }
+        if all.len() <= MOST_PENDING {
+            return None;
         }
+        let count = |from: IpAddr| all.iter().filter(|each| each.from == from).count();
+        let most = all.iter().map(|each| count(each.from)).max();
+        let oldest = all.iter().position(|each| Some(count(each.from)) == most)?;
+        let replaced = all.remove(oldest).task;
+        replaced.abort();
+        Some(replaced)
     }
 }
 
@@ -309,6 +315,7 @@ mod tests {
     use axum::Router;
     use axum::http::StatusCode;
     use tokio::io::AsyncWriteExt as _;
+    use tokio::sync::oneshot::{self, error::TryRecvError};
     use tokio::time::Instant;
 
     use super::super::head::{follow, join};
@@ -337,21 +344,27 @@ mod tests {
     #[tokio::test]
     async fn the_oldest_connection_of_the_largest_crowd_makes_room() {
         let mut unknown = PendingConnections::default();
-        let mut add = |host: u8, is_known: bool| {
-            let task = tokio::spawn(std::future::pending::<()>());
-            let (from, is_known) =
-                (IpAddr::from([10, 0, 0, host]), Arc::new(AtomicBool::new(is_known)));
-            unknown.add(PendingConnection { from, task: task.abort_handle(), is_known });
-            task
+        let mut add = |from: IpAddr, is_known: bool| {
+            let (open, has_ended) = oneshot::channel::<()>();
+            let task = tokio::spawn(async move {
+                let _open = open;
+                std::future::pending::<()>().await;
+            });
+            unknown.add(PendingConnection { from, task, is_known: Arc::new(is_known.into()) });
+            has_ended
         };
-        let alone = add(1, false);
-        let known = add(2, true);
-        let crowd: Vec<_> = (0..3 * MOST_PENDING).map(|_| add(2, false)).collect();
-        for (at, task) in crowd.into_iter().enumerate() {
-            let ended = timeout(RETRY_INTERVAL, task).await.is_ok();
+        // Each of the crowd has another address of its /64.
+        let member = |host: usize| IpAddr::from([0x2001, 0xdb8, 0, 0, 0, 0, 0, host as u16]);
+        let mut alone = add([10, 0, 0, 1].into(), false);
+        let mut known = add(member(0), true);
+        let crowd: Vec<_> = (0..3 * MOST_PENDING).map(|at| add(member(at), false)).collect();
+        for (at, has_ended) in crowd.into_iter().enumerate() {
+            let ended = timeout(RETRY_INTERVAL, has_ended).await.is_ok();
             assert_eq!(ended, at < 2 * MOST_PENDING + 1, "{at}");
         }
-        assert!(!alone.is_finished() && !known.is_finished());
+        for open in [&mut alone, &mut known] {
+            assert_eq!(open.try_recv(), Err(TryRecvError::Empty));
+        }
     }
 
     #[tokio::test]
@@ -404,7 +417,7 @@ mod tests {
         let there = Router::new()
             .route("/metrics", axum::routing::get(|| async { "x{engine=\"2\"} 1\n" }))
             .route("/headers", axum::routing::post(headers_of));
-        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let (stop, stopped) = oneshot::channel::<()>();
         let (at, joining, proven) = (head.clone(), ours.clone(), secret.cloned());
         let following = tokio::spawn(async move {
             let stopped = pin!(async {

@@ -1,6 +1,7 @@
 //! The listeners of the program under attack, by peers without the key or the secret that their
 //! clients have.
 
+mod data_parallel;
 mod mooncake;
 mod proxy;
 mod serve;

@@ -51,11 +51,10 @@ def serve(name, role, model="tiny-float32", backends=("SHM", "TCP")):
     """A `kvx serve` in a fleet with vLLMs."""
     port, side = ports(2)
     transfer = {"kv_connector": "NixlConnector", "kv_role": role,
-                "kv_connector_extra_config": {"backends": list(backends), "kv_compat": "0.32",
-                                              "factors": {"vllm_version": "0.32.0", "attn_backend_name": "CPU_ATTN"}}}
+                "kv_connector_extra_config": {"backends": list(backends), "kv_compat": "0.32"}}
     words = [os.path.join(BUILT, "kvx"), "serve", model, "--kv-transfer-config", json.dumps(transfer), "--host", "127.0.0.1",
-             "--port", str(port), "--block-size", "128", "--num-gpu-blocks-override", "256", "--max-model-len", "1024",
-             "--enable-prompt-tokens-details"]
+             "--port", str(port), "--block-size", "128", "--attention-backend", "CPU_ATTN", "--num-gpu-blocks-override", "256",
+             "--max-model-len", "1024", "--enable-prompt-tokens-details"]
     environment = dict(clean_environment(), VLLM_NIXL_SIDE_CHANNEL_PORT=str(side), VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1")
     server = Server(name, words, environment, os.path.join(WORK, "logs", f"{name}.log"), MODELS, port=port)
     server.model = model
@@ -175,10 +174,12 @@ def through_router():
         open(router.log, "w").close()
         with Fleet(router):
             texts = 0
-            for number, more in enumerate([{}, {"logprobs": 3}, {"stop": ["w1", "w7"], "ignore_eos": False}, {"n": 2}, {"echo": True}]):
+            for number, more in enumerate([{}, {"logprobs": 3}, {"stop": ["w1", "w7"], "ignore_eos": False}, {"n": 2}]):
                 body = dict(model=router.model, prompt=prompts(50 + number, (300,))[0], max_tokens=20, temperature=0, **more)
                 status, answer = router.ask("POST", "/v1/completions", body)
-                _, alone = prefill.ask("POST", "/v1/completions", body | {"cache_salt": "alone"})
+                plain, alone = prefill.ask("POST", "/v1/completions", body | {"cache_salt": "alone"})
+                if not check(plain == 200, f"router: {more} at one server is {plain}: {alone[:300]}"):
+                    continue
                 ours = [choice["text"] for choice in json.loads(answer)["choices"]] if status == 200 else status
                 theirs = [choice["text"] for choice in json.loads(alone)["choices"]]
                 # Both requests of `n: 2` have one set of parameters: the second may find the blocks gone.
@@ -197,7 +198,7 @@ def through_router():
             result = equal(prefill, decode, prefill, 9, "after aborts")
             used = still_in_use((prefill, decode))
             check(used == 0, f"router: {used} of a KV cache is still held")
-            row("kvx proxy: logprobs, stop, n, echo, stream; 200 aborts", "tiny-float32", result, f"{texts + (text == alone)} of 6 texts equal")
+            row("kvx proxy: logprobs, stop, n, stream; 200 aborts", "tiny-float32", result, f"{texts + (text == alone)} of 5 texts equal")
 
 
 def unit():

@@ -1,4 +1,4 @@
-//! The checks of `cargo xtask gpu`, from `gpu.toml`: test programs, runs of the bench, and bars.
+//! The parts of `cargo xtask gpu`, from `gpu.toml`, in their order of value.
 
 use serde::Deserialize;
 
@@ -8,12 +8,11 @@ use crate::bars::Bar;
 /// The file `gpu.toml`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Table {
-    pub(crate) checks: Vec<Check>,
-    pub(crate) runs: Vec<BenchRun>,
+struct Table {
+    parts: Vec<Part>,
 }
 
-/// A library that something needs besides the driver. None of them reaches the stand-in.
+/// Something that a part needs besides the driver.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Needs {
@@ -23,52 +22,77 @@ pub(crate) enum Needs {
     Nixl,
     /// NIXL with kvx's own plug-in.
     KvxInNixl,
+    /// A Python with NumPy and PyTorch, and NIXL's module for it.
+    Torch,
 }
 
-/// A test program that runs on the device.
+impl Needs {
+    /// Returns whether it reaches the memory of the stand-in. UCX and NIXL's own plug-ins call the
+    /// driver themselves, which the stand-in does not cover.
+    pub(crate) fn works_with_the_stand_in(self) -> bool {
+        matches!(self, Needs::Nothing | Needs::Torch)
+    }
+}
+
+/// A part, which runs in a process of its own.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Check {
+pub(crate) struct Part {
     pub(crate) name: String,
     /// A description for the output.
     pub(crate) what: String,
-    /// The program's name in the kit.
-    pub(crate) program: String,
-    #[serde(default)]
-    pub(crate) arguments: Vec<String>,
-    /// The arguments of a rehearsal over the stand-in.
-    pub(crate) quick: Vec<String>,
+    pub(crate) action: Action,
+    /// About how long it takes on a device.
+    pub(crate) seconds: u64,
     #[serde(default)]
     pub(crate) needs: Needs,
-}
-
-/// A run of `kvx bench` with blocks of one size and number.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct BenchRun {
-    pub(crate) name: String,
-    pub(crate) arguments: String,
-    pub(crate) block: String,
-    pub(crate) count: String,
-    #[serde(default)]
-    pub(crate) needs: Needs,
+    /// Bars of a run of the bench.
     #[serde(default)]
     pub(crate) bars: Vec<Bar>,
 }
 
-/// Returns the checks and runs, in their order.
-pub(crate) fn table() -> Result<Table> {
-    Ok(toml::from_str(include_str!("../../gpu.toml"))?)
+/// What a part runs.
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) enum Action {
+    /// A test program.
+    Tests {
+        /// Its name in the kit.
+        program: String,
+        arguments: Vec<String>,
+        /// The arguments over the stand-in.
+        quick: Vec<String>,
+    },
+    /// `kvx bench` with these arguments.
+    Bench(String),
+    /// A test of conformance.py in kvx-nixl, over these backends.
+    Nixl { test: String, backends: String },
+}
+
+/// Returns the parts, in their order.
+pub(crate) fn table() -> Result<Vec<Part>> {
+    Ok(toml::from_str::<Table>(include_str!("../../gpu.toml"))?.parts)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::kit::PROGRAMS;
+    use super::super::kit::{PROGRAMS, SCRIPTS};
+    use super::*;
 
     #[test]
-    fn checks_are_of_programs_in_the_kit_which_cargo_builds() {
-        for check in super::table().unwrap().checks {
-            assert!(PROGRAMS.iter().any(|(name, ..)| *name == check.program), "{}", check.name);
+    fn parts_are_of_programs_in_the_kit_which_cargo_builds() {
+        let script = std::fs::read_to_string(crate::root().join(SCRIPTS).join("conformance.py"));
+        let script = script.unwrap();
+        for part in table().unwrap() {
+            match part.action {
+                Action::Tests { program, .. } => {
+                    assert!(PROGRAMS.iter().any(|(name, ..)| *name == program), "{program}");
+                }
+                Action::Nixl { test, .. } => {
+                    assert!(script.contains(&format!("\ndef {test}():")), "{test}");
+                }
+                Action::Bench(_) => {}
+            }
         }
         let workspace = crate::metadata::Metadata::of_members().unwrap();
         for (_, folder, target) in PROGRAMS {
@@ -82,5 +106,13 @@ mod tests {
                 "{folder} has no target {target}"
             );
         }
+    }
+
+    #[test]
+    fn the_first_parts_fit_a_loan_of_eight_minutes() {
+        let parts = table().unwrap();
+        let last = parts.iter().position(|part| part.name == "contract over UCX").unwrap();
+        let seconds: u64 = parts[..=last].iter().map(|part| part.seconds).sum();
+        assert!(seconds <= 7 * 60, "{seconds} s");
     }
 }

@@ -143,9 +143,9 @@ def main():
     script.write_text(SCRIPT)
     script.chmod(0o755)
     size = sum(file.stat().st_size for file in (script, folder / ARCHIVE)) / (1 << 20)
-    print(f"{folder}: {size:.1f} MiB of at most {MOST_MIB} MiB, {unpacked:.1f} MiB unpacked")
+    print(f"{folder}: {size:.1f} MiB, {unpacked:.1f} MiB unpacked")
     if size > MOST_MIB and not ARGUMENTS.rehearsal:
-        sys.exit("the kit is too large; pack fewer files")
+        sys.exit(f"the kit may have {MOST_MIB} MiB; pack fewer files")
 
 
 main()

@@ -23,7 +23,7 @@ pub(crate) const PROGRAMS: [(&str, &str, &str); 5] = [
     ("rixl", "kvx-rixl", "it"),
 ];
 
-/// What the program `kvx` is built with: without the server and the router it is a third as large.
+/// The features of the program `kvx`: without the server and the router it is a quarter as large.
 const FEATURES_OF_KVX: &str = "--no-default-features --features \
     kvx-cli/shm,kvx-cli/tcp,kvx-cli/ucx,kvx-cli/rixl,kvx-cli/cuda";
 

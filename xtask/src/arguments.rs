@@ -123,19 +123,28 @@ impl TestOptions {
 /// The options of `cargo xtask gpu`.
 #[derive(Args, Debug, PartialEq)]
 pub(crate) struct GpuOptions {
-    /// Make an archive for a machine that has neither cargo nor a network
-    #[arg(long, exclusive = true)]
-    pub(crate) pack: bool,
-    /// Pack what the tests have built and run it over a stand-in GPU made of host memory
+    /// Make a folder that runs on a machine with neither cargo nor a network: FOLDER/run
+    #[arg(long, value_name = "FOLDER", exclusive = true)]
+    pub(crate) kit: Option<PathBuf>,
+    /// Make such a folder of what the tests have built, and run it over the stand-in
     #[arg(long, exclusive = true)]
     pub(crate) rehearse: bool,
     /// Run the unpacked archive in this folder
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long, value_name = "FOLDER", hide = true)]
     pub(crate) from: Option<PathBuf>,
-    /// Benchmark a few bytes and do not judge the figures
+    /// Run over a stand-in GPU made of host memory, with few bytes, and do not judge the figures
     #[arg(long)]
-    pub(crate) quick: bool,
-    /// Only tests and runs with this in their names (`contract`, `IPC 64K`); may be repeated
+    pub(crate) stand_in: bool,
+    /// Leave out parts that would end after N minutes, the least valuable first
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1440))]
+    pub(crate) minutes: Option<u64>,
+    /// The folder for the results
+    #[arg(long, value_name = "FOLDER", default_value = "kvx-gpu-results")]
+    pub(crate) results: PathBuf,
+    /// A Python with NumPy and PyTorch
+    #[arg(long, value_name = "PROGRAM", default_value = "python3")]
+    pub(crate) python: PathBuf,
+    /// Only parts with this in their names (`contract`, `IPC 64K`); may be repeated
     #[arg(long, value_name = "PART")]
     pub(crate) only: Vec<String>,
 }
@@ -248,7 +257,7 @@ mod tests {
             ("limits --times 0", "--times"),
             ("fuzz wire", "wire"),
             ("faults --only TCP --only SHM", "--only"),
-            ("gpu --pack --quick", "--pack"),
+            ("gpu --kit folder --stand-in", "--kit"),
         ] {
             let error = parse(line).expect_err(line);
             assert!(error.contains(name), "{line}: {error}");

@@ -107,10 +107,16 @@ pub(crate) fn lines(output: &str) -> Result<Vec<Value>> {
 
 /// Prints a table, unless it has no rows.
 pub(crate) fn print_table(head: &str, rows: &[String]) {
-    if !rows.is_empty() {
-        let rule = "---|".repeat(head.split('|').count());
-        println!("\n| {head} |\n|{rule}\n{}", rows.join("\n"));
+    print!("{}", table(head, rows));
+}
+
+/// Returns a table below an empty line, or nothing if it has no rows.
+pub(crate) fn table(head: &str, rows: &[String]) -> String {
+    if rows.is_empty() {
+        return String::new();
     }
+    let rule = "---|".repeat(head.split('|').count());
+    format!("\n| {head} |\n|{rule}\n{}\n", rows.join("\n"))
 }
 
 /// Formats a figure with three digits or more.

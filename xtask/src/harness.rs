@@ -108,6 +108,32 @@ pub(crate) fn passed_and_skipped(output: &str) -> (usize, usize) {
     (ParsedOutput::of(output).counts[0], skipped)
 }
 
+/// What one or several test programs have printed, also if they were killed before their result.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Progress {
+    pub(crate) passed: usize,
+    pub(crate) skipped: usize,
+    /// The name of each failed test, above the last lines that it printed.
+    pub(crate) failures: Vec<String>,
+}
+
+impl Progress {
+    pub(crate) fn of(output: &str) -> Progress {
+        let ParsedOutput { counts, has_result, passed, failed, .. } = ParsedOutput::of(output);
+        let skipped = output.lines().filter(|line| line.starts_with("SKIP ")).count();
+        let described = failed.into_iter().map(|(name, lines)| {
+            let last = &lines[lines.len().saturating_sub(REPEATED_LINES)..];
+            let printed = last.iter().map(|line| format!("\n    | {line}"));
+            format!("{name}{}", String::from_iter(printed))
+        });
+        Progress {
+            passed: if has_result { counts[0] } else { passed.len() },
+            skipped,
+            failures: described.collect(),
+        }
+    }
+}
+
 /// The output of a test program.
 #[derive(Default)]
 struct ParsedOutput {
@@ -338,6 +364,22 @@ test result: FAILED. 4 passed; 3 failed; 0 ignored; 0 measured; 0 filtered out; 
             ]
         );
         assert_eq!(tally.failures[1].test.as_ref().map(|test| test.name.as_str()), Some("keys"));
+    }
+
+    #[test]
+    fn the_progress_of_a_killed_program_is_counted() {
+        let output =
+            "test P1 ... ok\ntest P2 ... FAILED\ntest P3 ... ok\nSKIP P4: no; cure: none\n";
+        let progress = Progress::of(output);
+        assert_eq!((progress.passed, progress.skipped), (2, 1));
+        assert_eq!(progress.failures, ["P2"]);
+        let output = "---- P2 ----\n1 is not 2\n\n\
+                      test result: FAILED. 7 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out\n";
+        let progress = Progress::of(output);
+        assert_eq!(
+            (progress.passed, &*progress.failures),
+            (7, &["P2\n    | 1 is not 2".to_owned()][..])
+        );
     }
 
     #[test]

@@ -151,11 +151,38 @@ pub(crate) fn catch_interrupts() {
 ///
 /// An error means that the child could not be started or watched. An interrupt ends xtask.
 pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Result<Finished> {
-    let deadline = Deadline::after(limit);
-    let (mut reader, writer) = io::pipe()?;
+    let (reader, writer) = io::pipe()?;
     if mode != Output::Kept {
         command.stderr(writer.try_clone()?);
     }
+    let shown: Vec<Sink> = match mode {
+        Output::Shown => vec![Box::new(io::stdout())],
+        Output::Kept | Output::Quiet => Vec::new(),
+    };
+    run_into(command, limit, (reader, writer), shown)
+}
+
+/// Runs a command like [`run`]. Both streams are shown, and written to `log`, as they arrive.
+pub(crate) fn run_logged(
+    mut command: Command,
+    limit: Duration,
+    log: std::fs::File,
+) -> io::Result<Finished> {
+    let (reader, writer) = io::pipe()?;
+    command.stderr(writer.try_clone()?);
+    run_into(command, limit, (reader, writer), vec![Box::new(io::stdout()), Box::new(log)])
+}
+
+/// A destination of a child's output.
+type Sink = Box<dyn Write + Send>;
+
+fn run_into(
+    mut command: Command,
+    limit: Duration,
+    (mut reader, writer): (io::PipeReader, io::PipeWriter),
+    mut sinks: Vec<Sink>,
+) -> io::Result<Finished> {
+    let deadline = Deadline::after(limit);
     command.stdin(Stdio::null()).stdout(writer).process_group(0);
     let started = {
         // Until `finish` reaps the leader no other group can get its id.
@@ -182,10 +209,9 @@ pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Re
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(_) => return,
             };
-            if mode == Output::Shown {
-                let mut stdout = io::stdout().lock();
-                // Standard output is closed; the child's result still counts.
-                let _ = stdout.write_all(piece).and_then(|()| stdout.flush());
+            for sink in &mut sinks {
+                // If it is closed, or its disk full, the child's result still counts.
+                let _ = sink.write_all(piece).and_then(|()| sink.flush());
             }
             locked(&output).extend_from_slice(piece);
         }

@@ -50,7 +50,7 @@ const ELSEWHERE: &[(&str, &str, &str)] = &[
     ("cargo build --release -p kvx-nixl", "kvx-cli/tests/it/program.rs", "libplugin_KVX.so"),
     ("cargo xtask wheel", STEPS, "\"xtask wheel --check\""),
     // The rehearsal packs, unpacks and runs.
-    ("cargo xtask gpu --pack", STEPS, "\"xtask gpu --rehearse\""),
+    ("cargo xtask gpu --kit kvx-gpu", STEPS, "\"xtask gpu --rehearse\""),
 ];
 
 /// Commands of `kvx`, each with the function that runs it.

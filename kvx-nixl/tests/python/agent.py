@@ -15,7 +15,10 @@ import types
 ANSWERS = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
 
-if "torch" not in sys.modules:  # older wheels import it, and need nothing of it
+WITH_TORCH = "KVX_NIXL_TEST_TORCH" in os.environ  # memory of GPUs is PyTorch's, not the driver's
+if WITH_TORCH:
+    import torch
+elif "torch" not in sys.modules:  # older wheels import it, and need nothing of it
     torch = types.ModuleType("torch")
     torch.Tensor = type("Tensor", (), {})
     sys.modules["torch"] = torch
@@ -102,6 +105,34 @@ class Gpu:
         self.copy("cuMemcpyHtoDAsync_v2", 1, self.at + start, put.ctypes.data, len(put))
 
 
+class Tensor:
+    """GPU memory of PyTorch with the interface of an array of bytes."""
+
+    def __init__(self, size, device):
+        self.tensor = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
+        self.at = self.tensor.data_ptr()
+        torch.cuda.synchronize(self.tensor.device)
+
+    def __len__(self):
+        return len(self.tensor)
+
+    def __getitem__(self, part):
+        return self.tensor[part].cpu().numpy()
+
+    def __setitem__(self, part, value):
+        if isinstance(value, np.ndarray):
+            value = torch.from_numpy(value.copy()).to(self.tensor.device)
+        self.tensor[part] = value
+        torch.cuda.synchronize(self.tensor.device)
+
+
+def gpus():
+    """Returns how many GPUs have memory for tests. The stand-in has two."""
+    if WITH_TORCH:
+        return torch.cuda.device_count()
+    return 2 if any(os.path.exists(os.environ.get(name, "")) for name in ("KVX_CUDA_LIB", "KVX_HIP_LIB")) else 0
+
+
 class Agent:
     """A NIXL agent with the backend KVX, or with others, and its own regions."""
 
@@ -116,11 +147,15 @@ class Agent:
 
     def more(self, size, seed=0, gpu=None):
         """Registers another region, of the host or of the GPU with this number."""
-        self.memory.append(np.zeros(size, np.uint8) if gpu is None else Gpu(size, gpu))
+        on_gpu = Tensor if WITH_TORCH else Gpu
+        self.memory.append(np.zeros(size, np.uint8) if gpu is None else on_gpu(size, gpu))
         if seed:
             self.fill(seed, len(self.memory) - 1)
-        at = self.at(len(self.memory) - 1)
-        self.registered.append(self.register(at, size, gpu))
+        memory, at = self.memory[-1], self.at(-1)
+        if isinstance(memory, Tensor):
+            self.registered.append(self.nixl.register_memory(memory.tensor, backends=self.backends))
+        else:
+            self.registered.append(self.register(at, size, gpu))
         return self.metadata(), at
 
     def register(self, at, size, gpu=None):
@@ -134,7 +169,7 @@ class Agent:
 
     def at(self, region=0):
         memory = self.memory[region]
-        return memory.at if isinstance(memory, Gpu) else memory.ctypes.data
+        return memory.ctypes.data if isinstance(memory, np.ndarray) else memory.at
 
     def fill(self, seed, region=0):
         self.memory[region][:] = content(seed, 0, len(self.memory[region]))

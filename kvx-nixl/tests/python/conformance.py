@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from agent import ANSWERS, CUT_OFF, MIB, ROUTE, Agent, Gpu, Peer, api, arrived, check, content, np, pair, shuffled
+from agent import ANSWERS, CUT_OFF, MIB, ROUTE, Agent, Gpu, Peer, api, arrived, check, content, gpus, np, pair, shuffled
 
 
 def prepped_and_direct_reads_and_writes():
@@ -278,7 +278,7 @@ def sglangs_calls():
     """The prefill writes layer by layer to a decode that never loads its metadata, in chunks whose notifications the decode
     counts, like SGLang's disaggregation/nixl; on a GPU, if there is one."""
     layers, page, aux = 4, 4096, 1024
-    gpu = 0 if os.path.exists(os.environ.get("KVX_CUDA_LIB", "")) else None
+    gpu = 0 if gpus() else None
     decode, prefill = Agent("decode", [MIB] * layers, gpu=gpu), Peer("prefill", [MIB] * layers, 9, gpu=gpu)
     decode.more(65536)
     prefill.more(65536, 9)
@@ -323,8 +323,9 @@ def dynamos_calls():
 
 def memory_of_gpus_both_ways():
     reader, owner, name, theirs = pair()
+    second = 1 if gpus() > 1 else 0
     reader.more(4 * MIB, 0, gpu=0)
-    whole, on_a_gpu = owner.more(4 * MIB, 7, gpu=1)
+    whole, on_a_gpu = owner.more(4 * MIB, 7, gpu=second)
     owner.load(reader.metadata())
     check(reader.load(whole) == name, "the metadata of both kinds")
     check(reader.nixl.get_backend_mem_types("KVX") == ["DRAM_SEG", "VRAM_SEG"], "the backend offers memory of GPUs")
@@ -332,7 +333,7 @@ def memory_of_gpus_both_ways():
     free = next(block for block in range(256) if block not in set(l // 16384 for l, _, _ in pairs))
     for ours, far in ((1, 1), (1, 0), (0, 1)):
         case = f"{('host', 'GPU')[ours]} here, {('host', 'GPU')[far]} there"
-        there, options = (theirs, on_a_gpu)[far], {"gpu": (None, 0)[ours], "peer_gpu": (None, 1)[far], "region": ours}
+        there, options = (theirs, on_a_gpu)[far], {"gpu": (None, 0)[ours], "peer_gpu": (None, second)[far], "region": ours}
         for make in (reader.prepped, reader.direct):
             for op, source, target in (("READ", far, ours), ("WRITE", ours, far)):
                 reader.fill(9, ours)
@@ -351,7 +352,7 @@ def memory_of_gpus_both_ways():
                     check(all(owner.holds(9, l, n, r, far) for l, r, n in pairs), f"the bytes of a write, {case}")
                 check(reader.holds(9, free * 16384, 16384, free * 16384, ours), "the bytes in between are unchanged")
     owner.drop(1)
-    state = reader.run(reader.direct("READ", name, on_a_gpu, pairs, gpu=0, peer_gpu=1, region=1))
+    state = reader.run(reader.direct("READ", name, on_a_gpu, pairs, gpu=0, peer_gpu=second, region=1))
     check(state.startswith("ERR"), f"after it has ended: {state}")
     check(reader.run(reader.direct("READ", name, theirs, pairs)) == "DONE", "memory of the host stays")
 

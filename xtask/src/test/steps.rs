@@ -103,8 +103,9 @@ mod tests {
             steps.map(|step| step.name.as_str()).collect::<Vec<_>>()
         };
         assert_eq!(of(Tier::Fast, None), ["format", "lints", "install", "tests"]);
-        let usual =
-            ["format", "lints", "features", "docs", "install", "spelling", "kernels", "tests"];
+        let usual = [
+            "format", "lints", "features", "docs", "install", "spelling", "kernels", "tests", "gpu",
+        ];
         assert_eq!(of(Tier::Usual, None), usual);
         assert_eq!(
             of(Tier::Whole, None),

@@ -174,12 +174,13 @@ fn unavailable(maker: &'static Maker, why: &str) {
         "too-old" => set("KVX_STAND_IN", maker.too_old),
         "second-driver" => {
             // The dynamic linker takes another file for another library.
-            let folder = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("second-driver");
+            let folder =
+                std::env::temp_dir().join(format!("kvx-second-driver-{}", std::process::id()));
             let copy = folder.join("libcuda.so.1");
             std::fs::create_dir_all(&folder).expect("a folder for the copy");
-            std::fs::remove_file(&copy).ok(); // from an earlier run
             std::fs::copy(kvx_stand_in::library(), &copy).expect("a copy of the stand-in");
             kvx_backend::loader::preload(&copy).expect("the copy loads");
+            std::fs::remove_dir_all(&folder).expect("a loaded library needs no file");
         }
         "other-library" => set(maker.variables[0], "libc.so.6"),
         _ => {}

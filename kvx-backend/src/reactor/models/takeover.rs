@@ -13,8 +13,9 @@ use super::*;
 #[derive(Default)]
 struct Observed {
     ended: Tally,
-    /// True once work has panicked, which may end the machine.
+    /// True once work has panicked, which ends the machine unless the work was abandoned.
     panics: std::sync::atomic::AtomicBool,
+    abandons: std::sync::atomic::AtomicBool,
     violations: std::sync::Mutex<Vec<&'static str>>,
 }
 
@@ -36,7 +37,8 @@ impl Settle for Observed {
         self.ended.add();
     }
     fn forgotten(self: Arc<Self>) {
-        self.check(self.panics.load(Ordering::Relaxed), "a command was forgotten");
+        let ends = self.panics.load(Ordering::Relaxed) && !self.abandons.load(Ordering::Relaxed);
+        self.check(ends, "a command was forgotten");
         self.ended.add();
     }
 }
@@ -48,7 +50,7 @@ enum Command {
     Detached(Ticket, Run),
 }
 
-/// What a piece of detached work does.
+/// The action of a piece of detached work.
 enum Run {
     Ends,
     Hangs(Arc<Hang>),
@@ -131,6 +133,7 @@ impl<const WATCHED: bool> Progress for Machine<WATCHED> {
         self.observed.check(self.is_detached, "a turn without detached work is abandoned");
         self.is_detached = false;
         self.abandoned += 1;
+        self.observed.abandons.store(true, Ordering::Relaxed);
     }
     fn progress(&mut self, _: &Queued, _: &mut Outbox) -> Turn {
         self.check_attached();
@@ -214,7 +217,7 @@ fn a_machine_continues_while_a_callers_turn_hangs() {
 
 #[test]
 fn a_machine_continues_while_a_drivers_turn_hangs() {
-    with_reactor::<true>(Some(1), 2, |reactor, observed| {
+    with_reactor::<true>(Some(1), 3, |reactor, observed| {
         let hang = Arc::<Hang>::default();
         reactor.submit(Command::Detached(observed.ticket(), Run::Hangs(Arc::clone(&hang))));
         let driver = caller(reactor, |reactor| {
@@ -227,12 +230,15 @@ fn a_machine_continues_while_a_drivers_turn_hangs() {
         hang.end.add();
         observed.ended.wait_for(2);
         driver.join().unwrap();
+        // The driver no longer keeps the reactor's own thread away.
+        reactor.submit(Command::Quick(observed.ticket()));
+        observed.ended.wait_for(3);
     });
 }
 
 #[test]
 fn a_turn_that_hangs_delays_no_stop() {
-    with_reactor::<true>(Some(2), 1, |reactor, observed| {
+    with_reactor::<true>(Some(3), 1, |reactor, observed| {
         let hang = Arc::<Hang>::default();
         reactor.submit(Command::Detached(observed.ticket(), Run::Hangs(Arc::clone(&hang))));
         reactor.stop();
@@ -291,7 +297,7 @@ fn a_callers_turn_abandoned_at_any_moment_ends_once() {
 
 #[test]
 fn a_drivers_turn_abandoned_at_any_moment_ends_once() {
-    with_reactor::<false>(Some(2), 2, |reactor, observed| {
+    with_reactor::<false>(Some(3), 2, |reactor, observed| {
         let driver = caller(reactor, |reactor| {
             reactor.drive();
             reactor.stop_driving();

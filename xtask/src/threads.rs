@@ -10,8 +10,11 @@ use crate::process::{self, Output};
 
 /// The limit of one call of cargo, with its build.
 const LIMIT: Duration = Duration::from_secs(45 * 60);
-/// The arguments that select Loom's models, by the name of their modules.
-const MODELS: &str = "test --package kvx-core --package kvx-backend --lib -- models::";
+/// The arguments that select Loom's models, by the name of their modules. Loom itself is optimised,
+/// because it takes most of the time.
+const MODELS: &str = "test --config profile.dev.package.loom.opt-level=3 \
+                      --config profile.dev.package.generator.opt-level=3 \
+                      --package kvx-core --package kvx-backend --lib -- models::";
 /// The tests that ThreadSanitizer watches: core's unit tests; SHM's, except three that count
 /// descriptors and need a process and two minutes to themselves; and transfers between agents of
 /// one process.

@@ -38,9 +38,9 @@
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::thread::JoinHandle;
 
+use super::sync::Ordering;
+use super::sync::thread::{Builder, JoinHandle};
 use super::{Driven, Outbox, Progress, ReactorShared, TurnGuard};
 use kvx_core::{Error, ErrorKind, Result};
 
@@ -183,7 +183,7 @@ impl<P: Progress> ReactorShared<P> {
     /// Starts the thread that watches until the machine ends. Returns `Exhausted` without a thread.
     pub(super) fn start_watch(self: &Arc<Self>) -> Result<JoinHandle<()>> {
         let shared = Arc::clone(self);
-        let thread = std::thread::Builder::new().name(format!("{} watch", self.name));
+        let thread = Builder::new().name(format!("{} watch", self.name));
         let watch = move || shared.watched.watch(|number| shared.abandon_turn(number));
         thread.spawn(watch).map_err(|error| {
             Error::os("cannot start the thread that watches for hung turns: raise ulimit -u", error)

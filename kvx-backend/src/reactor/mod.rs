@@ -20,9 +20,7 @@ mod work_queue;
 
 use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Weak};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvx_core::backend::sync::catch_panic;
@@ -37,7 +35,8 @@ pub use work_queue::WorkQueue;
 
 use detached::TurnThread;
 use sleep::Sleep;
-use sync::{Condvar, Mutex, MutexGuard};
+use sync::thread::{self as threads, JoinHandle};
+use sync::{AtomicBool, AtomicU64, AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, fence};
 use watch::WatchedTurns;
 
 /// The state machine that a reactor drives.
@@ -113,7 +112,7 @@ pub enum Armed {
 
 /// A flag that tells a turn whether commands wait for its end.
 #[derive(Debug, Default)]
-pub struct Queued(sync::AtomicBool);
+pub struct Queued(AtomicBool);
 
 impl Queued {
     /// Returns true if commands wait.
@@ -389,11 +388,11 @@ impl<P: Progress> Reactor<P> {
             // the lock is released because the thread may take it too
             let thread = { self.shared.thread.lock().take() };
             let Some(thread) = thread else { return };
-            if thread.thread().id() == std::thread::current().id() || self.shared.is_halted() {
+            if thread.thread().id() == threads::current().id() || self.shared.is_halted() {
                 return;
             }
             while !thread.is_finished() && self.shared.thread.lock().is_none() {
-                std::thread::sleep(LOOKS_WHETHER_STOPPED);
+                threads::sleep(LOOKS_WHETHER_STOPPED);
             }
             if thread.is_finished() {
                 thread.join().ok(); // a panic there has been reported by the panic hook
@@ -448,7 +447,7 @@ impl<P: Progress> ReactorShared<P> {
     /// Starts the reactor's own thread with this number.
     fn start_thread(self: &Arc<Self>, number: u64) -> Result<JoinHandle<()>> {
         let shared = Arc::clone(self);
-        let thread = std::thread::Builder::new().name(self.name.clone());
+        let thread = threads::Builder::new().name(self.name.clone());
         thread.spawn(move || shared.serve(number)).map_err(|error| {
             Error::os("cannot start a reactor thread: raise ulimit -u", error)
                 .with_kind(ErrorKind::Exhausted)

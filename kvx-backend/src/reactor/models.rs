@@ -2,6 +2,8 @@
 //! loom`. Time stands still in them, so a thread that is not woken waits for ever, which fails the
 //! model.
 
+mod takeover;
+
 use loom::sync::{Condvar, Mutex as Locked};
 use loom::thread;
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use super::sync::{AtomicBool, AtomicU64, Ordering, Wake};
+use super::sync::{AtomicBool, AtomicU64, IS_MODEL, Ordering, Wake};
 
 /// The time that a reactor stays away from a machine that another thread drives: the longest delay
 /// of the machine's other work after that thread has left.
@@ -200,6 +200,6 @@ impl Sleep {
     /// that a thread that has driven is expected again until it calls `stop_driving`.
     #[inline]
     fn now(&self) -> Duration {
-        if cfg!(all(test, kvx_loom)) { Duration::from_nanos(1) } else { self.started.elapsed() }
+        if IS_MODEL { Duration::from_nanos(1) } else { self.started.elapsed() }
     }
 }

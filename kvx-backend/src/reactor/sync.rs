@@ -9,58 +9,23 @@ use rustix::io::Errno;
 #[cfg(all(test, kvx_loom))]
 #[path = "../../../kvx-core/src/sync/atomic.rs"]
 mod atomic;
+#[cfg(all(test, kvx_loom))]
+mod model;
 
+#[cfg(all(test, kvx_loom))]
+pub(super) use self::{
+    atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
+    model::{Condvar, Mutex, MutexGuard, thread},
+};
 #[cfg(not(all(test, kvx_loom)))]
-pub(super) use kvx_core::backend::sync::{Condvar, Mutex, MutexGuard};
-#[cfg(not(all(test, kvx_loom)))]
-pub(super) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+pub(super) use {
+    kvx_core::backend::sync::{Condvar, Mutex, MutexGuard},
+    std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence},
+    std::thread,
+};
 
-#[cfg(all(test, kvx_loom))]
-pub(super) use atomic::{AtomicBool, AtomicU64, Ordering};
-#[cfg(all(test, kvx_loom))]
-pub(super) use loom::sync::MutexGuard;
-
-#[cfg(all(test, kvx_loom))]
-#[derive(Debug, Default)]
-pub(super) struct Mutex<T>(loom::sync::Mutex<T>);
-
-#[cfg(all(test, kvx_loom))]
-impl<T> Mutex<T> {
-    pub(super) fn new(value: T) -> Self {
-        Mutex(loom::sync::Mutex::new(value))
-    }
-
-    pub(super) fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap()
-    }
-
-    pub(super) fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
-        self.0.try_lock().ok()
-    }
-}
-
-#[cfg(all(test, kvx_loom))]
-#[derive(Default)]
-pub(super) struct Condvar(loom::sync::Condvar);
-
-#[cfg(all(test, kvx_loom))]
-impl Condvar {
-    pub(super) fn new() -> Self {
-        Self::default()
-    }
-
-    pub(super) fn notify_all(&self) {
-        self.0.notify_all();
-    }
-
-    pub(super) fn wait_until<'a, T>(
-        &self,
-        guard: MutexGuard<'a, T>,
-        _: Option<std::time::Instant>,
-    ) -> MutexGuard<'a, T> {
-        self.0.wait(guard).unwrap()
-    }
-}
+/// True in models, in which no time passes.
+pub(super) const IS_MODEL: bool = cfg!(all(test, kvx_loom));
 
 /// A descriptor that becomes readable when it is rung, and stays so until the next drain.
 pub(super) struct Wake {

@@ -3,11 +3,10 @@
 
 use std::os::fd::RawFd;
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::detached::TurnThread;
-use super::sync::MutexGuard;
+use super::sync::{MutexGuard, Ordering};
 use super::{Armed, Driven, Outbox, Progress, ReactorShared, Turn, TurnGuard, exit};
 use kvx_core::backend::sync::pause_between_looks;
 

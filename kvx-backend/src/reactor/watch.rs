@@ -7,16 +7,18 @@
 //! - A thread that waits for a lock or a condition variable, which sleeps in `futex`. The lock's
 //!   owner may wait for a core. After [`LOOKS_IN_FUTEX`] checks it does count as hung: the owner
 //!   may itself hang, in a driver for example.
+//!
+//! In models, each piece of work that is seen at two checks hangs.
 
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicI32;
 use std::time::{Duration, Instant};
 
-use kvx_core::backend::sync::{Condvar, Mutex};
+use super::sync::{AtomicBool, AtomicU64, Condvar, IS_MODEL, Mutex, Ordering};
 
 /// The time between two checks.
-const LOOK: Duration = Duration::from_millis(50);
+const LOOK: Duration = if IS_MODEL { Duration::ZERO } else { Duration::from_millis(50) };
 /// The number of consecutive checks at which a hung thread is asleep.
-const LOOKS: u32 = 4;
+const LOOKS: u32 = if IS_MODEL { 1 } else { 4 };
 /// The same number for a thread that sleeps in `futex`: 5 s, half of the default `peer_timeout`.
 const LOOKS_IN_FUTEX: u32 = 100;
 
@@ -127,7 +129,7 @@ impl WatchedTurns {
 }
 
 /// A sample of a sleeping thread. It stays equal while the thread hangs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct SleepSample {
     minor_faults: u64,
     major_faults: u64,
@@ -139,6 +141,9 @@ struct SleepSample {
 impl SleepSample {
     /// Samples a thread of this process. Returns `None` if it does not sleep in the kernel.
     fn of(thread: i32) -> Option<Self> {
+        if IS_MODEL {
+            return Some(Self::default());
+        }
         let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).ok()?;
         let sample = Self::parse(&stat)?;
         Some(SleepSample { in_futex: is_in_futex(thread), ..sample })

@@ -5,8 +5,8 @@
 //! kvx-backend's models include this file too.
 #![allow(dead_code, reason = "no crate's models use all of it")]
 
-pub(crate) use loom::sync::atomic::Ordering;
-use loom::sync::atomic::{self as loom_atomic, fence};
+use loom::sync::atomic as loom_atomic;
+pub(crate) use loom::sync::atomic::{Ordering, fence};
 
 fn between_fences<T>(order: Ordering, access: impl FnOnce() -> T) -> T {
     let is_total = order == Ordering::SeqCst;
@@ -48,3 +48,15 @@ macro_rules! atomic {
 atomic!(AtomicUsize, usize, fetch_add, fetch_sub);
 atomic!(AtomicU64, u64, fetch_add, fetch_sub);
 atomic!(AtomicBool, bool,);
+
+impl AtomicU64 {
+    pub(crate) fn compare_exchange(
+        &self,
+        current: u64,
+        new: u64,
+        success: Ordering,
+        failure: Ordering,
+    ) -> Result<u64, u64> {
+        between_fences(success, || self.0.compare_exchange(current, new, success, failure))
+    }
+}

@@ -4,6 +4,7 @@ pub(crate) mod bootstrap;
 pub(crate) mod cache_model;
 pub(crate) mod choice;
 pub(crate) mod instance;
+pub(crate) mod missing;
 pub(crate) mod models;
 #[cfg(test)]
 mod replay;

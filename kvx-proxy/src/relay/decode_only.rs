@@ -1,5 +1,7 @@
 //! Requests that one decode instance serves alone.
 
+use std::sync::Arc;
+
 use hyper::Method;
 use hyper::header::{CONTENT_LENGTH, HeaderValue};
 use serde::de::{Deserialize as _, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
@@ -7,7 +9,8 @@ use serde::de::{Deserialize as _, DeserializeSeed, Deserializer, IgnoredAny, Map
 use super::answer_head::AnswerKind;
 use super::job::{Job, JobResult};
 use super::legs::LegRequest;
-use crate::fleet::instance::InFlight;
+use crate::fleet::Fleet;
+use crate::fleet::instance::{InFlight, Instance, Role};
 use crate::request::{CompletionRequest, NO_PROMPT, PassthroughRequest, PromptKey};
 use crate::upstream::Fault;
 
@@ -62,11 +65,17 @@ struct Destination<'a> {
     stored_by: Option<&'a str>,
 }
 
-fn choose(
-    job: &Job,
-    to: &Destination<'_>,
-    avoid: &[std::sync::Arc<crate::fleet::instance::Instance>],
-) -> Option<InFlight> {
+impl Destination<'_> {
+    /// Describes what is missing when no instance can be chosen.
+    fn missing(&self, fleet: &Fleet) -> String {
+        match self.stored_by {
+            Some(_) => "the decode instance that stored this response is not up".to_owned(),
+            None => fleet.why_unserved(self.model, &[Role::Decode]),
+        }
+    }
+}
+
+fn choose(job: &Job, to: &Destination<'_>, avoid: &[Arc<Instance>]) -> Option<InFlight> {
     let fleet = &job.live.fleet;
     let model = to.model.map(|model| fleet.names.named(model));
     if let Some(name) = to.stored_by {
@@ -90,10 +99,10 @@ async fn run(
     may_repeat: bool,
 ) -> JobResult {
     let mut avoid = Vec::new();
-    let mut last: Option<(String, Fault)> = None;
+    let mut last: Option<(Arc<Instance>, Fault)> = None;
     loop {
         let Some(decode) = choose(&job, to, &avoid) else {
-            return job.give_up(last, "no decode instance is up: try again later");
+            return job.give_up(last, |fleet| to.missing(fleet));
         };
         let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
         let fault = match opened {
@@ -103,7 +112,7 @@ async fn run(
                 }
                 let fault = Fault::Broken("its stream begins with an error".to_owned());
                 job.core.blame(&job.live, &decode.instance, &fault);
-                avoid.push(std::sync::Arc::clone(&decode.instance));
+                avoid.push(Arc::clone(&decode.instance));
                 continue;
             }
             Ok(opened) => {
@@ -118,14 +127,14 @@ async fn run(
             }
             Err(fault) => fault,
         };
-        avoid.push(std::sync::Arc::clone(&decode.instance));
-        let name = decode.instance.name().to_owned();
+        let instance = Arc::clone(&decode.instance);
+        avoid.push(Arc::clone(&instance));
         drop(decode);
         let may_repeat = may_repeat && !job.is_out_of_time(&fault);
         if !(fault.not_accepted() || may_repeat) || !job.may_retry("decode") {
-            return job.fail(&name, fault);
+            return job.fail(&instance, fault);
         }
-        last = Some((name, fault));
+        last = Some((instance, fault));
     }
 }
 

@@ -10,4 +10,5 @@ pub(crate) mod disaggregated;
 pub(crate) mod job;
 pub(crate) mod legs;
 mod record;
+mod redaction;
 mod retries;

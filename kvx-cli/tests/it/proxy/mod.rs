@@ -10,10 +10,12 @@ mod clients;
 pub(crate) mod commands;
 mod crowd;
 mod endpoints;
+mod errors;
 mod faults;
 pub(crate) mod fleet;
 mod instances;
 mod load;
+mod outage;
 mod page;
 mod passing;
 mod recipes;
@@ -109,6 +111,8 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             the_command_line_of_mooncake_connector_proxy_works_unchanged,
             check_explains_a_configuration_and_its_errors,
             compare_distinguishes_equal_endpoints_from_others, compare_exits_1_on_another_text_and_0_on_the_same;
+        errors: name_no_instance_but_the_log_and_the_status_do;
+        outage: get_503_that_names_the_missing_side;
         check: reports_recipes_and_warnings;
         signals:
             hangup_reloads_the_file, hangup_reloads_the_keys,

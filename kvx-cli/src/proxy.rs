@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::{LineWriter, Write as _};
 use std::path::PathBuf;
 
-use kvx_proxy::{AccessLog, Choice, Finding, FleetSecret, Pool, PoolConnector, Setup};
+use kvx_proxy::{AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup};
 
 use crate::Result;
 
@@ -45,6 +45,10 @@ pub(crate) struct Arguments {
     /// The policy for choosing instances: cached, least-tokens, round-robin or prefix.
     #[arg(long, value_name = "HOW")]
     choice: Option<String>,
+    /// Who computes prompts while no prefill instance is up: off (such requests get 503) or decode,
+    /// which gives them at most a tenth of the decode instances' load.
+    #[arg(long, value_name = "WHO")]
+    fallback: Option<String>,
     /// Send prompts of fewer tokens (estimated) to decode alone.
     #[arg(long, value_name = "TOKENS")]
     local_below: Option<u64>,
@@ -113,6 +117,9 @@ impl Arguments {
         }
         if let Some(name) = &self.choice {
             setup.choice = Choice::from_name(name)?;
+        }
+        if let Some(name) = &self.fallback {
+            setup.fallback = Fallback::from_name(name)?;
         }
         setup.local_below = self.local_below.unwrap_or(setup.local_below);
         if let Some(name) = &self.access_log {
@@ -277,11 +284,11 @@ mod tests {
 
     #[test]
     fn flags_override_the_file() {
-        let flags = "--local-below 300 --connector MooncakeConnector --choice prefix --api-key-file keys \
+        let flags = "--local-below 300 --fallback decode --connector MooncakeConnector --choice prefix --api-key-file keys \
                      --access-log off --tls-cert cert --tls-key key --host ::1 --port 9";
         let file =
             std::env::temp_dir().join(format!("kvx-proxy-flags-{}.toml", std::process::id()));
-        let text = "local_below = 1\nconnector = 'NixlConnector'\nchoice = 'round-robin'\napi_key_file = 'k'\n\
+        let text = "local_below = 1\nfallback = 'off'\nconnector = 'NixlConnector'\nchoice = 'round-robin'\napi_key_file = 'k'\n\
                     access_log = 'a'\nhost = 'h'\nport = 1\n[[pool]]\ndecode = ['http://d:1']\n";
         std::fs::write(&file, text).unwrap();
         let config = format!("--config {}", file.display());
@@ -296,6 +303,7 @@ mod tests {
                 (setup.local_below, setup.connector, setup.choice),
                 (300, PoolConnector::Mooncake, Choice::Prefix)
             );
+            assert_eq!(setup.fallback, Fallback::Decode);
             assert_eq!(setup.api_key_file, Some(PathBuf::from("keys")));
             assert_eq!(setup.access_log, AccessLog::Off);
             assert_eq!(
@@ -334,6 +342,7 @@ mod tests {
             ("--prefill http://a:1 --decoder-hosts b", "one way or the other"),
             ("--connector Nixl", "NixlConnector"),
             ("--choice best", "least-tokens"),
+            ("--fallback prefill", "decode"),
             ("--prefill a:1", "http://HOST:PORT"),
             ("--prefill http://a:1 some", "http://HOST:PORT"),
             ("--prefill none", "must follow the URL"),

@@ -26,8 +26,8 @@ pub use compare::{Comparison, compare};
 pub use error::{Error, Result};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
-    AccessLog, ApiKey, Choice, ClientLimits, Finding, FleetSecret, Health, InstanceSetup, Pool,
-    PoolConnector, Retries, Setup, Timeouts,
+    AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,
+    Pool, PoolConnector, Retries, Setup, Timeouts,
 };
 
 /// Entry points of the benchmark `choice`.

@@ -442,6 +442,13 @@ pub(crate) struct InFlight {
     tokens: u64,
 }
 
+impl InFlight {
+    /// Returns the tokens for which the request counts at its instance.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens
+    }
+}
+
 impl Drop for InFlight {
     fn drop(&mut self) {
         self.instance.state.outstanding.fetch_sub(self.tokens, Relaxed);

@@ -15,6 +15,7 @@ use tokio::time::{Instant, Sleep};
 use super::answer_head::AnswerHead;
 use super::conversation::Capture;
 use super::core::LiveSetup;
+use super::fallback::FallbackPermit;
 use super::legs::PrefillTask;
 use super::record::Record;
 use super::redaction::Redaction;
@@ -34,6 +35,8 @@ pub(crate) struct AnswerResources {
     pub(crate) capture: Option<Capture>,
     /// Hosts and engine ids that the legs named.
     pub(crate) named: Vec<String>,
+    /// The request's part of the share of fallbacks.
+    pub(crate) _fallback: Option<FallbackPermit>,
     /// The admission slot of the request.
     pub(crate) _place: Option<tokio::sync::OwnedSemaphorePermit>,
     /// The deadline of the request.

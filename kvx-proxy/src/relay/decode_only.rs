@@ -11,6 +11,7 @@ use super::job::{Job, JobResult};
 use super::legs::LegRequest;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{InFlight, Instance, Role};
+use crate::fleet::missing::BOTH;
 use crate::request::{CompletionRequest, NO_PROMPT, PassthroughRequest, PromptKey};
 use crate::upstream::Fault;
 
@@ -21,6 +22,17 @@ pub(crate) async fn completion(
     reason: &'static str,
 ) -> JobResult {
     job.record.route("decode_alone", reason);
+    on_decode(job, asked, false).await
+}
+
+/// Serves a completion on a decode instance because no prefill instance is up, within the
+/// [share](super::fallback) of such requests.
+pub(crate) async fn fallback(mut job: Job, asked: &CompletionRequest) -> JobResult {
+    job.record.route("decode_alone", "fallback");
+    on_decode(job, asked, true).await
+}
+
+async fn on_decode(mut job: Job, asked: &CompletionRequest, is_fallback: bool) -> JobResult {
     job.streamed = asked.stream;
     let sent = LegRequest::json(&job.path, &job.headers, asked.body.text());
     let tokens = asked.prompt_tokens + asked.new_tokens;
@@ -29,6 +41,7 @@ pub(crate) async fn completion(
         prompt: &asked.prompt,
         model: asked.model.as_deref(),
         stored_by: None,
+        is_fallback,
     };
     // A completion has no side effects, so it may be retried.
     run(job, sent, AnswerKind::Completion, &to, true).await
@@ -53,6 +66,7 @@ pub(crate) async fn passthrough(
         prompt: &NO_PROMPT,
         model: model.as_deref(),
         stored_by: stored_by.as_deref(),
+        is_fallback: false,
     };
     let sent = LegRequest { path: job.path.clone(), headers, body };
     run(job, sent, AnswerKind::Any, &to, false).await
@@ -63,6 +77,7 @@ struct Destination<'a> {
     prompt: &'a PromptKey,
     model: Option<&'a str>,
     stored_by: Option<&'a str>,
+    is_fallback: bool,
 }
 
 impl Destination<'_> {
@@ -70,6 +85,7 @@ impl Destination<'_> {
     fn missing(&self, fleet: &Fleet) -> String {
         match self.stored_by {
             Some(_) => "the decode instance that stored this response is not up".to_owned(),
+            None if self.is_fallback => fleet.why_unserved(self.model, &BOTH),
             None => fleet.why_unserved(self.model, &[Role::Decode]),
         }
     }
@@ -104,6 +120,11 @@ async fn run(
         let Some(decode) = choose(&job, to, &avoid) else {
             return job.give_up(last, |fleet| to.missing(fleet));
         };
+        if to.is_fallback
+            && let Err(refusal) = job.enter_fallback(&decode, to.model, avoid.is_empty())
+        {
+            return Err(job.refused(refusal));
+        }
         let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
         let fault = match opened {
             Ok(opened) if opened.is_error && may_repeat => {

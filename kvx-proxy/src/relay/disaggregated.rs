@@ -23,7 +23,7 @@ use crate::fleet::models::ModelName;
 use crate::fleet::watch;
 use crate::request::CompletionRequest;
 use crate::request::json::JsonObject;
-use crate::setup::PoolConnector;
+use crate::setup::{Fallback, PoolConnector};
 use crate::upstream::Fault;
 
 /// The source of the blocks that a decode instance waits for.
@@ -97,6 +97,9 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
     'attempts: loop {
         let wanted = job.requirements(asked.prompt_tokens, &asked.prompt, model, &avoid_prefill);
         let Some(prefill) = fleet.choose_prefill(&wanted) else {
+            if live.setup.fallback == Fallback::Decode {
+                return decode_only::fallback(job, &asked).await;
+            }
             let model = asked.model.as_deref();
             return job.give_up(last, |fleet| fleet.why_unserved(model, &BOTH));
         };
@@ -173,6 +176,16 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
             }
             HandoverError::Failed(fault) => {
                 avoid_prefill.push(Arc::clone(&prefill_instance));
+                // Not up, although no check has noticed it yet.
+                let is_gone = matches!(fault, Fault::Refused(_) | Fault::Unreached(_));
+                let wanted =
+                    job.requirements(asked.prompt_tokens, &asked.prompt, model, &avoid_prefill);
+                if live.setup.fallback == Fallback::Decode
+                    && is_gone
+                    && !fleet.has_other_prefill(&wanted)
+                {
+                    return decode_only::fallback(job, &asked).await;
+                }
                 if !job.may_retry("prefill") {
                     return job.fail(&prefill_instance, fault);
                 }

@@ -15,6 +15,7 @@ use super::answer_body::{AnswerResources, pass};
 use super::answer_head::{AnswerHead, AnswerKind};
 use super::api_error::ApiError;
 use super::core::{Core, LiveSetup};
+use super::fallback::FallbackPermit;
 use super::legs::{self, LegRequest, PrefillTask};
 use super::record::Record;
 use super::redaction::Redaction;
@@ -22,7 +23,7 @@ use super::retries::{Attempts, RetryDecision};
 use crate::admission::AdmissionError;
 use crate::fleet::Fleet;
 use crate::fleet::choice::Requirements;
-use crate::fleet::instance::{InFlight, Instance};
+use crate::fleet::instance::{InFlight, Instance, Role};
 use crate::fleet::models::ModelName;
 use crate::metrics::RequestOutcome;
 use crate::request::{PromptKey, headers};
@@ -46,6 +47,7 @@ pub(crate) struct Job {
     pub(crate) streamed: bool,
     /// Hosts and engine ids that the legs named, for [`Redaction`].
     pub(crate) named: Vec<String>,
+    fallback: Option<FallbackPermit>,
     attempts: Attempts,
     place: Option<OwnedSemaphorePermit>,
 }
@@ -122,6 +124,7 @@ impl Job {
             until: Instant::now() + live.setup.timeouts.request,
             streamed: false,
             named: Vec::new(),
+            fallback: None,
             attempts: Attempts::new(live.setup.retries.attempts),
             core: Arc::clone(core),
             live,
@@ -170,6 +173,39 @@ impl Job {
 
     pub(crate) fn refused(self, refusal: ApiError) -> Box<(Record, ApiError)> {
         Box::new((self.record, refusal))
+    }
+
+    /// Takes this request's part of the share of fallbacks, until the answer ends. Counts it on its
+    /// `first` attempt.
+    ///
+    /// # Errors
+    ///
+    /// Fails if others have taken the share.
+    pub(crate) fn enter_fallback(
+        &mut self,
+        decode: &InFlight,
+        model: Option<&str>,
+        first: bool,
+    ) -> Result<(), ApiError> {
+        let (core, fleet, instance) = (&self.core, &self.live.fleet, &decode.instance);
+        self.fallback = None; // that of an earlier attempt
+        let load = fleet.decode_load(instance.pool);
+        let permit = core.fallbacks.enter(&instance.pool_name, decode.tokens(), load);
+        let why = || fleet.why_unserved(model, &[Role::Prefill]);
+        let Some(permit) = permit else {
+            core.metrics.fallback("refused");
+            core.fallbacks.warn(false, why);
+            return Err(ApiError::unavailable(format!(
+                "{}, and its decode instances compute as many prompts as they may: try again later",
+                why()
+            )));
+        };
+        self.fallback = Some(permit);
+        if first {
+            core.metrics.fallback("served");
+            core.fallbacks.warn(true, why);
+        }
+        Ok(())
     }
 
     /// Returns what this request requires of an instance.
@@ -253,6 +289,7 @@ impl Job {
             prefill,
             capture,
             named: self.named,
+            _fallback: self.fallback,
             _place: self.place,
             until: self.until,
         };

@@ -7,6 +7,7 @@ pub(crate) mod conversation;
 pub(crate) mod core;
 pub(crate) mod decode_only;
 pub(crate) mod disaggregated;
+pub(crate) mod fallback;
 pub(crate) mod job;
 pub(crate) mod legs;
 mod record;

@@ -11,11 +11,11 @@ pub(crate) mod commands;
 mod crowd;
 mod endpoints;
 mod errors;
+mod fallback;
 mod faults;
 pub(crate) mod fleet;
 mod instances;
 mod load;
-mod outage;
 mod page;
 mod passing;
 mod recipes;
@@ -112,7 +112,9 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             check_explains_a_configuration_and_its_errors,
             compare_distinguishes_equal_endpoints_from_others, compare_exits_1_on_another_text_and_0_on_the_same;
         errors: name_no_instance_but_the_log_and_the_status_do;
-        outage: get_503_that_names_the_missing_side;
+        fallback:
+            is_off_by_default_and_503_names_the_missing_side, lets_decodes_compute_prompts_and_says_so,
+            has_a_cap;
         check: reports_recipes_and_warnings;
         signals:
             hangup_reloads_the_file, hangup_reloads_the_keys,

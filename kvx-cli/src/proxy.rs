@@ -69,8 +69,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     check: bool,
     /// Send the same prompts to two endpoints: `http://HOST:PORT`, or `http://HOST:PORT/BASE` for
-    /// one that answers at `BASE/v1`; https if TLS is built in. Exit with 1 if an answer differs or
-    /// is missing.
+    /// one that answers at `BASE/v1`; https if TLS is built in. Token ids are compared where both
+    /// return them, and the same error of both counts as the same answer. Exit with 1 if an answer
+    /// differs or is missing.
     #[arg(long, num_args = 2, value_names = ["URL", "URL"], conflicts_with_all = ["check", "config"])]
     compare: Vec<String>,
     /// The model for `--compare` [default: the first model of the first endpoint].
@@ -155,6 +156,11 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     Ok(served?)
 }
 
+/// Returns the key in this variable.
+fn key(variable: &str) -> Option<String> {
+    std::env::var(variable).ok().filter(|key| !key.is_empty())
+}
+
 fn check(found: &[Finding], out: &mut LineWriter<File>) -> Result<()> {
     let mut failures = 0;
     for finding in found {
@@ -179,24 +185,10 @@ async fn compare(
     urls: [&String; 2],
     out: &mut LineWriter<File>,
 ) -> Result<()> {
-    let key = std::env::var("OPENAI_API_KEY").ok().filter(|key| !key.is_empty());
-    let (mut prompts, mut different) = (0, 0);
+    let key = key("OPENAI_API_KEY");
+    let mut tally = Tally::default();
     let mut lines = Vec::new();
-    let each = |compared: &kvx_proxy::Comparison| {
-        prompts += 1;
-        if compared.is_same() {
-            lines.push(format!("same       {:?}", compared.prompt));
-        } else {
-            different += 1;
-            lines.push(format!("DIFFERENT  {:?}", compared.prompt));
-            for (url, answer) in urls.iter().zip(&compared.answers) {
-                lines.push(match answer {
-                    Ok(text) => format!("  {url}: {text:?}"),
-                    Err(why) => format!("  {url}: no answer: {why}"),
-                });
-            }
-        }
-    };
+    let each = |compared: &kvx_proxy::Comparison| tally.add(compared, urls, &mut lines);
     let urls_ = [urls[0].as_str(), urls[1].as_str()];
     let compared = kvx_proxy::compare(
         urls_,
@@ -210,9 +202,67 @@ async fn compare(
         writeln!(out, "{line}")?;
     }
     compared?;
-    match different {
-        0 => Ok(writeln!(out, "{prompts} prompts, the same answers")?),
-        _ => Err(format!("{different} of {prompts} answers differ").into()),
+    let Tally { prompts, different, errors, by_token_ids } = tally;
+    if different > 0 {
+        return Err(format!("{different} of {prompts} answers differ").into());
+    }
+    if errors == prompts {
+        return Err("both endpoints answered every prompt with the same error".into());
+    }
+    let mut what = vec![format!("{prompts} prompts, the same answers")];
+    if by_token_ids > 0 {
+        what.push(format!("{by_token_ids} compared by token ids"));
+    }
+    if errors > 0 {
+        what.push(format!("{errors} of them the same error"));
+    }
+    Ok(writeln!(out, "{}", what.join(", "))?)
+}
+
+/// The results of a comparison.
+#[derive(Default)]
+struct Tally {
+    prompts: u32,
+    different: u32,
+    /// Prompts to which both endpoints answered with the same error.
+    errors: u32,
+    by_token_ids: u32,
+}
+
+impl Tally {
+    /// Adds the answers to a prompt, and the lines about them.
+    fn add(
+        &mut self,
+        compared: &kvx_proxy::Comparison,
+        urls: [&String; 2],
+        lines: &mut Vec<String>,
+    ) {
+        let prompt = &compared.prompt;
+        self.prompts += 1;
+        self.by_token_ids += u32::from(compared.token_ids().is_some());
+        if let (true, [Err(error), _]) = (compared.is_same_error(), &compared.answers) {
+            self.errors += 1;
+            lines.push(format!("same error {prompt:?}: {error}"));
+            return;
+        }
+        if compared.is_same() {
+            lines.push(format!("same       {prompt:?}"));
+            return;
+        }
+        self.different += 1;
+        lines.push(format!("DIFFERENT  {prompt:?}"));
+        for (url, answer) in urls.iter().zip(&compared.answers) {
+            lines.push(match answer {
+                Ok(answer) => format!("  {url}: {:?}", answer.text),
+                Err(why) => format!("  {url}: no answer: {why}"),
+            });
+        }
+        if let Some([one, other]) = compared.token_ids()
+            && one != other
+        {
+            let at = one.iter().zip(other).take_while(|(one, other)| one == other).count();
+            lines.push(format!("  the token ids differ from token {} on", at + 1));
+        }
     }
 }
 

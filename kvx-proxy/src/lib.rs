@@ -6,6 +6,7 @@ mod admission;
 mod body;
 mod check;
 mod compare;
+mod endpoint;
 mod error;
 mod fleet;
 #[doc(hidden)]
@@ -22,7 +23,8 @@ mod sse;
 mod upstream;
 
 pub use check::check;
-pub use compare::{Comparison, compare};
+pub use compare::{ComparedAnswer, Comparison, compare};
+pub use endpoint::EndpointError;
 pub use error::{Error, Result};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{

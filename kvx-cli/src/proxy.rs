@@ -1,7 +1,7 @@
 //! `kvx proxy`: the router of a prefill/decode fleet.
 
 use std::fs::File;
-use std::io::{LineWriter, Write as _};
+use std::io::{LineWriter, Read as _, Write as _};
 use std::path::PathBuf;
 
 use kvx_proxy::{AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup};
@@ -80,6 +80,14 @@ pub(crate) struct Arguments {
     /// The number of tokens of each answer of `--compare`.
     #[arg(long, default_value_t = 24, requires = "compare")]
     tokens: u32,
+    /// Explain where the router would send a request now, and why, without sending it: the JSON
+    /// body of a completion or a chat completion, in a file, as text, or - for standard input.
+    /// Needs the router's ADMIN_API_KEY in the environment.
+    #[arg(long, value_name = "REQUEST", conflicts_with_all = ["check", "config", "compare"])]
+    explain: Option<String>,
+    /// The router for `--explain`.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000", requires = "explain")]
+    router: String,
 }
 
 impl Arguments {
@@ -139,6 +147,11 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     if let [one, other] = &arguments.compare[..] {
         return runtime.block_on(compare(arguments, [one, other], out));
     }
+    if let Some(request) = &arguments.explain {
+        let (request, key) = (text_of(request)?, key("ADMIN_API_KEY"));
+        let explained = kvx_proxy::explain(&arguments.router, &request, key.as_deref());
+        return Ok(write!(out, "{}", runtime.block_on(explained)?)?);
+    }
     let setup = arguments.setup()?;
     if arguments.check {
         return check(&runtime.block_on(kvx_proxy::check(setup)), out);
@@ -159,6 +172,20 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
 /// Returns the key in this variable.
 fn key(variable: &str) -> Option<String> {
     std::env::var(variable).ok().filter(|key| !key.is_empty())
+}
+
+/// Returns the text of a request that is given as JSON, as a file, or on standard input.
+fn text_of(request: &str) -> Result<String> {
+    if request.trim_start().starts_with('{') {
+        return Ok(request.to_owned());
+    }
+    if request == "-" {
+        let mut text = String::new();
+        std::io::stdin().read_to_string(&mut text)?;
+        return Ok(text);
+    }
+    std::fs::read_to_string(request)
+        .map_err(|error| format!("cannot read the request {request}: {error}").into())
 }
 
 fn check(found: &[Finding], out: &mut LineWriter<File>) -> Result<()> {

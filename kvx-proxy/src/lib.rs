@@ -8,6 +8,7 @@ mod check;
 mod compare;
 mod endpoint;
 mod error;
+mod explain;
 mod fleet;
 #[doc(hidden)]
 pub mod fuzz;
@@ -26,6 +27,7 @@ pub use check::check;
 pub use compare::{ComparedAnswer, Comparison, compare};
 pub use endpoint::EndpointError;
 pub use error::{Error, Result};
+pub use explain::{CandidateReport, Explanation, SideReport, explain};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,

@@ -3,6 +3,7 @@
 pub(crate) mod bootstrap;
 pub(crate) mod cache_model;
 pub(crate) mod choice;
+mod explain;
 pub(crate) mod instance;
 pub(crate) mod missing;
 pub(crate) mod models;
@@ -221,13 +222,17 @@ impl Fleet {
         prefill: &Instance,
         wanted: &Requirements<'_>,
     ) -> Option<InFlight> {
+        self.partners().choose(wanted, |one| one.pairs_with(prefill))
+    }
+
+    /// Returns the decode instances, for a request that a prefill instance begins.
+    fn partners(&self) -> Candidates<'_> {
         // Affinity applies to the prefill side, which caches the prompt.
         let choice = match self.choice {
             Choice::Cached | Choice::Prefix => Choice::LeastTokens,
             other => other,
         };
         Candidates { choice, ..self.candidates(Role::Decode) }
-            .choose(wanted, |one| one.pairs_with(prefill))
     }
 
     /// Chooses a decode instance that serves the request alone.

@@ -59,6 +59,11 @@ impl Fallbacks {
         Some(FallbackPermit { all: Arc::clone(&self.tokens), pool: pool.to_owned(), tokens })
     }
 
+    /// Returns true if such a request would be admitted now.
+    pub(crate) fn admits(&self, pool: &str, tokens: u64, load: u64) -> bool {
+        admits(lock(&self.tokens).get(pool).copied().unwrap_or(0), tokens, load)
+    }
+
     /// Warns about a fallback that was `served` or refused, unless it has warned a moment ago.
     pub(crate) fn warn(&self, served: bool, why: impl FnOnce() -> String) {
         let now = Instant::now();

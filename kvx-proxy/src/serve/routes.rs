@@ -12,7 +12,7 @@ use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use tracing::{Instrument as _, Span};
 
-use super::{admin, page, realtime};
+use super::{admin, explain, page, realtime};
 use crate::admission::BodyPermit;
 use crate::body::{BodyError, read_body};
 use crate::fleet::missing::{self, BOTH};
@@ -42,6 +42,7 @@ pub(crate) fn router(core: Arc<Core>) -> Router {
         .route("/healthcheck", get(healthcheck))
         .route("/ready", get(ready))
         .route("/instances", get(admin::list).post(admin::add).delete(admin::remove))
+        .route("/explain", post(explain::explain))
         .route("/", get(page::page))
         .merge(operators)
         .fallback_service(clients.with_state(Arc::clone(&core)))

@@ -128,6 +128,15 @@ impl Fallback {
 }
 
 impl Choice {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Choice::Cached => "cached",
+            Choice::LeastTokens => "least-tokens",
+            Choice::RoundRobin => "round-robin",
+            Choice::Prefix => "prefix",
+        }
+    }
+
     /// Parses `cached`, `least-tokens`, `round-robin` or `prefix`.
     ///
     /// # Errors

@@ -11,6 +11,7 @@ pub(crate) mod commands;
 mod crowd;
 mod endpoints;
 mod errors;
+mod explain;
 mod fallback;
 mod faults;
 pub(crate) mod fleet;
@@ -114,6 +115,7 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             compare_uses_token_ids_where_both_endpoints_return_them,
             compare_counts_equal_errors_as_equal_and_says_so;
         errors: name_no_instance_but_the_log_and_the_status_do;
+        explain: says_where_a_request_goes_and_why, needs_the_key;
         fallback:
             is_off_by_default_and_503_names_the_missing_side, lets_decodes_compute_prompts_and_says_so,
             has_a_cap;

@@ -1,10 +1,10 @@
 //! `kvx proxy`: the router of a prefill/decode fleet.
 
 use std::fs::File;
-use std::io::{LineWriter, Write as _};
+use std::io::{LineWriter, Read as _, Write as _};
 use std::path::PathBuf;
 
-use kvx_proxy::{AccessLog, Choice, Finding, FleetSecret, Pool, PoolConnector, Setup};
+use kvx_proxy::{AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup};
 
 use crate::Result;
 
@@ -45,6 +45,10 @@ pub(crate) struct Arguments {
     /// The policy for choosing instances: cached, least-tokens, round-robin or prefix.
     #[arg(long, value_name = "HOW")]
     choice: Option<String>,
+    /// Who computes prompts while no prefill instance is up: off (such requests get 503) or decode,
+    /// which gives them at most a tenth of the decode instances' load.
+    #[arg(long, value_name = "WHO")]
+    fallback: Option<String>,
     /// Send prompts of fewer tokens (estimated) to decode alone.
     #[arg(long, value_name = "TOKENS")]
     local_below: Option<u64>,
@@ -65,8 +69,9 @@ pub(crate) struct Arguments {
     #[arg(long)]
     check: bool,
     /// Send the same prompts to two endpoints: `http://HOST:PORT`, or `http://HOST:PORT/BASE` for
-    /// one that answers at `BASE/v1`; https if TLS is built in. Exit with 1 if an answer differs or
-    /// is missing.
+    /// one that answers at `BASE/v1`; https if TLS is built in. Token ids are compared where both
+    /// return them, and the same error of both counts as the same answer. Exit with 1 if an answer
+    /// differs or is missing.
     #[arg(long, num_args = 2, value_names = ["URL", "URL"], conflicts_with_all = ["check", "config"])]
     compare: Vec<String>,
     /// The model for `--compare` [default: the first model of the first endpoint].
@@ -75,6 +80,14 @@ pub(crate) struct Arguments {
     /// The number of tokens of each answer of `--compare`.
     #[arg(long, default_value_t = 24, requires = "compare")]
     tokens: u32,
+    /// Explain where the router would send a request now, and why, without sending it: the JSON
+    /// body of a completion or a chat completion, in a file, as text, or - for standard input.
+    /// Needs the router's ADMIN_API_KEY in the environment.
+    #[arg(long, value_name = "REQUEST", conflicts_with_all = ["check", "config", "compare"])]
+    explain: Option<String>,
+    /// The router for `--explain`.
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000", requires = "explain")]
+    router: String,
 }
 
 impl Arguments {
@@ -114,6 +127,9 @@ impl Arguments {
         if let Some(name) = &self.choice {
             setup.choice = Choice::from_name(name)?;
         }
+        if let Some(name) = &self.fallback {
+            setup.fallback = Fallback::from_name(name)?;
+        }
         setup.local_below = self.local_below.unwrap_or(setup.local_below);
         if let Some(name) = &self.access_log {
             setup.access_log = AccessLog::from_name(name);
@@ -131,6 +147,11 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     if let [one, other] = &arguments.compare[..] {
         return runtime.block_on(compare(arguments, [one, other], out));
     }
+    if let Some(request) = &arguments.explain {
+        let (request, key) = (text_of(request)?, key("ADMIN_API_KEY"));
+        let explained = kvx_proxy::explain(&arguments.router, &request, key.as_deref());
+        return Ok(write!(out, "{}", runtime.block_on(explained)?)?);
+    }
     let setup = arguments.setup()?;
     if arguments.check {
         return check(&runtime.block_on(kvx_proxy::check(setup)), out);
@@ -146,6 +167,25 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     // A name lookup, or a write to a log without a reader, may still be in progress.
     runtime.shutdown_timeout(std::time::Duration::from_secs(1));
     Ok(served?)
+}
+
+/// Returns the key in this variable.
+fn key(variable: &str) -> Option<String> {
+    std::env::var(variable).ok().filter(|key| !key.is_empty())
+}
+
+/// Returns the text of a request that is given as JSON, as a file, or on standard input.
+fn text_of(request: &str) -> Result<String> {
+    if request.trim_start().starts_with('{') {
+        return Ok(request.to_owned());
+    }
+    if request == "-" {
+        let mut text = String::new();
+        std::io::stdin().read_to_string(&mut text)?;
+        return Ok(text);
+    }
+    std::fs::read_to_string(request)
+        .map_err(|error| format!("cannot read the request {request}: {error}").into())
 }
 
 fn check(found: &[Finding], out: &mut LineWriter<File>) -> Result<()> {
@@ -172,24 +212,10 @@ async fn compare(
     urls: [&String; 2],
     out: &mut LineWriter<File>,
 ) -> Result<()> {
-    let key = std::env::var("OPENAI_API_KEY").ok().filter(|key| !key.is_empty());
-    let (mut prompts, mut different) = (0, 0);
+    let key = key("OPENAI_API_KEY");
+    let mut tally = Tally::default();
     let mut lines = Vec::new();
-    let each = |compared: &kvx_proxy::Comparison| {
-        prompts += 1;
-        if compared.is_same() {
-            lines.push(format!("same       {:?}", compared.prompt));
-        } else {
-            different += 1;
-            lines.push(format!("DIFFERENT  {:?}", compared.prompt));
-            for (url, answer) in urls.iter().zip(&compared.answers) {
-                lines.push(match answer {
-                    Ok(text) => format!("  {url}: {text:?}"),
-                    Err(why) => format!("  {url}: no answer: {why}"),
-                });
-            }
-        }
-    };
+    let each = |compared: &kvx_proxy::Comparison| tally.add(compared, urls, &mut lines);
     let urls_ = [urls[0].as_str(), urls[1].as_str()];
     let compared = kvx_proxy::compare(
         urls_,
@@ -203,9 +229,67 @@ async fn compare(
         writeln!(out, "{line}")?;
     }
     compared?;
-    match different {
-        0 => Ok(writeln!(out, "{prompts} prompts, the same answers")?),
-        _ => Err(format!("{different} of {prompts} answers differ").into()),
+    let Tally { prompts, different, errors, by_token_ids } = tally;
+    if different > 0 {
+        return Err(format!("{different} of {prompts} answers differ").into());
+    }
+    if errors == prompts {
+        return Err("both endpoints answered every prompt with the same error".into());
+    }
+    let mut what = vec![format!("{prompts} prompts, the same answers")];
+    if by_token_ids > 0 {
+        what.push(format!("{by_token_ids} compared by token ids"));
+    }
+    if errors > 0 {
+        what.push(format!("{errors} of them the same error"));
+    }
+    Ok(writeln!(out, "{}", what.join(", "))?)
+}
+
+/// The results of a comparison.
+#[derive(Default)]
+struct Tally {
+    prompts: u32,
+    different: u32,
+    /// Prompts to which both endpoints answered with the same error.
+    errors: u32,
+    by_token_ids: u32,
+}
+
+impl Tally {
+    /// Adds the answers to a prompt, and the lines about them.
+    fn add(
+        &mut self,
+        compared: &kvx_proxy::Comparison,
+        urls: [&String; 2],
+        lines: &mut Vec<String>,
+    ) {
+        let prompt = &compared.prompt;
+        self.prompts += 1;
+        self.by_token_ids += u32::from(compared.token_ids().is_some());
+        if let (true, [Err(error), _]) = (compared.is_same_error(), &compared.answers) {
+            self.errors += 1;
+            lines.push(format!("same error {prompt:?}: {error}"));
+            return;
+        }
+        if compared.is_same() {
+            lines.push(format!("same       {prompt:?}"));
+            return;
+        }
+        self.different += 1;
+        lines.push(format!("DIFFERENT  {prompt:?}"));
+        for (url, answer) in urls.iter().zip(&compared.answers) {
+            lines.push(match answer {
+                Ok(answer) => format!("  {url}: {:?}", answer.text),
+                Err(why) => format!("  {url}: no answer: {why}"),
+            });
+        }
+        if let Some([one, other]) = compared.token_ids()
+            && one != other
+        {
+            let at = one.iter().zip(other).take_while(|(one, other)| one == other).count();
+            lines.push(format!("  the token ids differ from token {} on", at + 1));
+        }
     }
 }
 
@@ -277,11 +361,11 @@ mod tests {
 
     #[test]
     fn flags_override_the_file() {
-        let flags = "--local-below 300 --connector MooncakeConnector --choice prefix --api-key-file keys \
+        let flags = "--local-below 300 --fallback decode --connector MooncakeConnector --choice prefix --api-key-file keys \
                      --access-log off --tls-cert cert --tls-key key --host ::1 --port 9";
         let file =
             std::env::temp_dir().join(format!("kvx-proxy-flags-{}.toml", std::process::id()));
-        let text = "local_below = 1\nconnector = 'NixlConnector'\nchoice = 'round-robin'\napi_key_file = 'k'\n\
+        let text = "local_below = 1\nfallback = 'off'\nconnector = 'NixlConnector'\nchoice = 'round-robin'\napi_key_file = 'k'\n\
                     access_log = 'a'\nhost = 'h'\nport = 1\n[[pool]]\ndecode = ['http://d:1']\n";
         std::fs::write(&file, text).unwrap();
         let config = format!("--config {}", file.display());
@@ -296,6 +380,7 @@ mod tests {
                 (setup.local_below, setup.connector, setup.choice),
                 (300, PoolConnector::Mooncake, Choice::Prefix)
             );
+            assert_eq!(setup.fallback, Fallback::Decode);
             assert_eq!(setup.api_key_file, Some(PathBuf::from("keys")));
             assert_eq!(setup.access_log, AccessLog::Off);
             assert_eq!(
@@ -334,6 +419,7 @@ mod tests {
             ("--prefill http://a:1 --decoder-hosts b", "one way or the other"),
             ("--connector Nixl", "NixlConnector"),
             ("--choice best", "least-tokens"),
+            ("--fallback prefill", "decode"),
             ("--prefill a:1", "http://HOST:PORT"),
             ("--prefill http://a:1 some", "http://HOST:PORT"),
             ("--prefill none", "must follow the URL"),

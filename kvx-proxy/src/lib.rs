@@ -6,7 +6,9 @@ mod admission;
 mod body;
 mod check;
 mod compare;
+mod endpoint;
 mod error;
+mod explain;
 mod fleet;
 #[doc(hidden)]
 pub mod fuzz;
@@ -22,12 +24,14 @@ mod sse;
 mod upstream;
 
 pub use check::check;
-pub use compare::{Comparison, compare};
+pub use compare::{ComparedAnswer, Comparison, compare};
+pub use endpoint::EndpointError;
 pub use error::{Error, Result};
+pub use explain::{CandidateReport, Explanation, SideReport, explain};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
-    AccessLog, ApiKey, Choice, ClientLimits, Finding, FleetSecret, Health, InstanceSetup, Pool,
-    PoolConnector, Retries, Setup, Timeouts,
+    AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,
+    Pool, PoolConnector, Retries, Setup, Timeouts,
 };
 
 /// Entry points of the benchmark `choice`.

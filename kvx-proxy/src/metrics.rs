@@ -62,6 +62,7 @@ pub(crate) struct Metrics {
     legs: Counts,
     retries: Counts,
     ejections: Counts,
+    fallbacks: Counts,
     pub(crate) retries_denied: AtomicU64,
     pub(crate) without_transfer: AtomicU64,
     pub(crate) log_lines_dropped: AtomicU64,
@@ -127,6 +128,7 @@ impl Default for Metrics {
             legs: Counts::default(),
             retries: zeros(&[("prefill", ""), ("decode", "")]),
             ejections: zeros(&[("refused", ""), ("errors", ""), ("slow", ""), ("health", "")]),
+            fallbacks: zeros(&[("served", ""), ("refused", "")]),
             retries_denied: AtomicU64::new(0),
             without_transfer: AtomicU64::new(0),
             log_lines_dropped: AtomicU64::new(0),
@@ -167,6 +169,10 @@ impl Metrics {
         add(&self.ejections, reason, "");
     }
 
+    pub(crate) fn fallback(&self, result: &'static str) {
+        add(&self.fallbacks, result, "");
+    }
+
     /// Returns the number of finished requests by outcome.
     pub(crate) fn outcomes(&self) -> BTreeMap<&'static str, u64> {
         let counts = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -183,6 +189,12 @@ impl Metrics {
             ("legs", "Requests to instances by outcome.", ["leg", "outcome"], &self.legs),
             ("retries", "Retried legs.", ["leg", ""], &self.retries),
             ("ejections", "Ejections of instances, by reason.", ["reason", ""], &self.ejections),
+            (
+                "fallbacks",
+                "Requests without a prefill instance, by what decode instances did.",
+                ["result", ""],
+                &self.fallbacks,
+            ),
         ];
         for (name, help, labels, counts) in counters {
             head(into, &format!("kvx_proxy_{name}_total"), "counter", help);

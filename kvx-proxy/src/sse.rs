@@ -15,6 +15,8 @@ pub(crate) struct WholeEvents {
     count: u64,
     /// The status that the last error named.
     error: Option<u16>,
+    /// True if an error has passed since it was last asked for.
+    fails: bool,
     split: bool,
 }
 
@@ -59,6 +61,11 @@ impl WholeEvents {
         self.error.is_some()
     }
 
+    /// Returns true if an error has passed since the last call: it may have addresses.
+    pub(crate) fn take_error(&mut self) -> bool {
+        std::mem::take(&mut self.fails)
+    }
+
     /// Returns true if a server error has passed, as opposed to a client error.
     pub(crate) fn has_failed(&self) -> bool {
         self.error.is_some_and(|code| code >= 500)
@@ -76,12 +83,17 @@ impl WholeEvents {
 
     fn look(&mut self, events: &[u8]) {
         for line in events.split(|byte| matches!(byte, b'\n' | b'\r')) {
+            if let Some(name) = line.strip_prefix(b"event:") {
+                self.fails |= matches!(name.trim_ascii(), b"error" | b"response.failed");
+            }
             let Some(data) = line.strip_prefix(b"data:") else { continue };
             match data.trim_ascii() {
                 b"[DONE]" => self.done = true,
                 data => {
                     self.count += 1;
-                    self.error = error_code(data).or(self.error);
+                    let error = error_code(data);
+                    self.fails |= error.is_some();
+                    self.error = error.or(self.error);
                 }
             }
         }
@@ -126,19 +138,23 @@ pub(crate) fn without_transfer_params(events: Bytes) -> Bytes {
     if !crate::request::names_transfer_params(&events) {
         return events;
     }
+    with_data(&events, |data| {
+        let mut chunk: serde_json::Map<_, _> = serde_json::from_slice(data).ok()?;
+        chunk.remove("kv_transfer_params")?;
+        Some(serde_json::Value::Object(chunk).to_string())
+    })
+}
+
+/// Replaces the data of those events for which `change` returns another text.
+pub(crate) fn with_data(events: &[u8], change: impl Fn(&[u8]) -> Option<String>) -> Bytes {
     let mut rest = Vec::with_capacity(events.len());
     for line in events.split_inclusive(|byte| *byte == b'\n') {
-        let chunk = line.strip_prefix(b"data:").and_then(|data| serde_json::from_slice(data).ok());
-        match chunk {
-            Some(serde_json::Value::Object(mut chunk))
-                if chunk.contains_key("kv_transfer_params") =>
-            {
-                chunk.remove("kv_transfer_params");
+        match line.strip_prefix(b"data:").and_then(|data| change(data.trim_ascii())) {
+            Some(data) => {
                 let end = &line[line.trim_ascii_end().len()..];
-                let chunk = serde_json::Value::Object(chunk).to_string();
-                rest.extend_from_slice(&[b"data: ", chunk.as_bytes(), end].concat());
+                rest.extend_from_slice(&[b"data: ", data.as_bytes(), end].concat());
             }
-            _ => rest.extend_from_slice(line),
+            None => rest.extend_from_slice(line),
         }
     }
     rest.into()
@@ -205,6 +221,11 @@ mod tests {
         let mut events = WholeEvents::default();
         events.push(Bytes::from_static(b"data: {}\n\ndata: {\"error\": 1}\n\n"));
         assert!(events.has_error() && events.has_failed());
+        assert!(events.take_error() && !events.take_error());
+        events.push(Bytes::from_static(b"event: response.failed\ndata: {\"type\": \"x\"}\n\n"));
+        assert!(events.take_error());
+        events.push(Bytes::from_static(b"data: {\"text\": \"event: error\"}\n\n"));
+        assert!(!events.take_error());
     }
 
     #[test]

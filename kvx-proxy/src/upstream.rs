@@ -50,6 +50,18 @@ impl Fault {
         matches!(self, Fault::Late(_) | Fault::Unreached(_))
     }
 
+    /// Describes the fault for clients: without addresses and engine ids, which its `Display` text
+    /// may have.
+    pub(crate) fn summary(&self) -> &'static str {
+        match self {
+            Fault::Refused(_) => "could not be reached",
+            Fault::Unreached(_) => "accepted no connection in time",
+            Fault::Busy(_) | Fault::Status(_) => "answered with an error",
+            Fault::Broken(_) => "broke off, or its answer is wrong",
+            Fault::Late(_) => "did not answer in time",
+        }
+    }
+
     pub(crate) fn outcome(&self) -> &'static str {
         match self {
             Fault::Refused(_) => "refused",

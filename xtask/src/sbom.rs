@@ -31,11 +31,7 @@ struct Subject {
 static SUBJECTS: [Subject; 3] = [
     Subject { name: "kvx", kind: "application", packages: &["kvx-cli"] },
     Subject { name: "libplugin_KVX.so", kind: "library", packages: &["kvx-nixl"] },
-    Subject {
-        name: "kvx.whl",
-        kind: "library",
-        packages: &["kvx-cli", "kvx-nixl", "kvx-python"],
-    },
+    Subject { name: "kvx.whl", kind: "library", packages: &["kvx-cli", "kvx-nixl", "kvx-python"] },
 ];
 
 /// The file `Cargo.lock`.

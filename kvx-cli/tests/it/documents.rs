@@ -83,6 +83,8 @@ const HERE: &[(&str, fn(Words))] = &[
     ("kvx proxy --config fleet.toml --check", fleet_is_checked),
     #[cfg(feature = "proxy")]
     ("kvx proxy --compare http://10.0.0.9:8000 http://10.0.0.1:8100", endpoints_are_compared),
+    #[cfg(feature = "proxy")]
+    ("kvx proxy --explain request.json --router http://127.0.0.1:8000", request_is_explained),
     #[cfg(feature = "serve")]
     ("cargo run --release -- make-model /tmp/tiny --arch qwen3", model_is_made),
     #[cfg(all(feature = "serve", feature = "proxy"))]
@@ -262,6 +264,19 @@ fn endpoints_are_compared(mut words: Words) {
     words.replace("http://10.0.0.1:8100", alike[1].url());
     let said = printed(&mut words.kvx());
     assert!(said.contains("the same answers"), "{said}");
+}
+
+#[cfg(feature = "proxy")]
+fn request_is_explained(mut words: Words) {
+    let (prefill, decode) = (start(1, Connector::Pull), start(1, Connector::Pull));
+    let urls = [prefill[0].url(), decode[0].url()];
+    let arguments = ["--prefill", &urls[0], "--decode", &urls[1], "--port", "0"];
+    std::fs::write(words.folder.join("request.json"), r#"{"prompt": "Why?"}"#).unwrap();
+    let key = ("ADMIN_API_KEY", "a key");
+    let proxy = Proxy::start(&arguments, &[key]);
+    words.replace("http://127.0.0.1:8000", format!("http://127.0.0.1:{}", proxy.port));
+    let said = printed(words.kvx().env(key.0, key.1));
+    assert!(said.contains(&urls[0]["http://".len()..]), "{said}");
 }
 
 /// Moves the pages' model to a folder that a test may write.

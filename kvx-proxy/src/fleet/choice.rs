@@ -29,7 +29,7 @@ pub(crate) struct Requirements<'a> {
 /// The positions of round robin and of tie-breaking.
 #[derive(Debug, Default)]
 pub(crate) struct RoundRobin {
-    next: AtomicU64,
+    pub(super) next: AtomicU64,
     pass: AtomicU64,
 }
 
@@ -103,11 +103,17 @@ impl<'a> Candidates<'a> {
     }
 
     /// Returns the tokens for which an instance is busy with the request.
-    fn tokens_for(&self, one: &Instance, wanted: &Requirements<'_>) -> u64 {
+    pub(super) fn tokens_for(&self, one: &Instance, wanted: &Requirements<'_>) -> u64 {
         match self.choice {
             Choice::Cached => one.uncached(wanted.tokens, wanted.chunks),
             Choice::LeastTokens | Choice::RoundRobin | Choice::Prefix => wanted.tokens,
         }
+    }
+
+    /// Returns the tokens that an instance has to compute until it is done with the request, for
+    /// its weight.
+    pub(super) fn cost(&self, one: &Instance, wanted: &Requirements<'_>) -> f64 {
+        (one.state.outstanding() + self.tokens_for(one, wanted)) as f64 / one.setup.weight
     }
 
     fn add_to_cache(&self, one: &Instance, wanted: &Requirements<'_>) {
@@ -121,36 +127,47 @@ impl<'a> Candidates<'a> {
         wanted: &Requirements<'_>,
         may: impl Fn(&Arc<Instance>) -> bool,
     ) -> Option<&'a Arc<Instance>> {
-        let Candidates { instances, turns, choice, .. } = *self;
-        let load =
-            |one: &Instance| (one.state.outstanding() + wanted.tokens) as f64 / one.setup.weight;
-        // Instances that are otherwise equal take turns.
+        let turns = self.turns;
+        let turn = match self.choice {
+            Choice::Cached | Choice::LeastTokens => turns.next.fetch_add(1, Relaxed),
+            Choice::RoundRobin | Choice::Prefix => 0,
+        };
+        let best = self.best_at(turn, wanted, may)?;
+        if self.choice == Choice::RoundRobin {
+            // An instance that was away does not catch up: it joins at the current pass.
+            let pass = best.state.pass.load(Relaxed).max(turns.pass.load(Relaxed));
+            turns.pass.store(pass, Relaxed);
+            best.state.pass.store(pass + (STRIDE / best.setup.weight) as u64, Relaxed);
+        }
+        Some(best)
+    }
+
+    /// Returns the best instance that `may` serve the request, and changes nothing. Instances that
+    /// are otherwise equal take turns, of which this is one.
+    pub(super) fn best_at(
+        &self,
+        turn: u64,
+        wanted: &Requirements<'_>,
+        may: impl Fn(&Arc<Instance>) -> bool,
+    ) -> Option<&'a Arc<Instance>> {
+        let Candidates { instances, choice, .. } = *self;
+        let load = |one: &Instance| self.cost(one, wanted);
         let in_turn = || {
-            let start = turns.next.fetch_add(1, Relaxed) as usize % instances.len().max(1);
-            let (before, after) = instances.split_at(start);
+            let (before, after) = instances.split_at(turn as usize % instances.len().max(1));
             after.iter().chain(before)
         };
         match choice {
             Choice::Cached => {
                 let cost = |one: &Instance| {
-                    let outstanding = one.state.outstanding() as f64 / one.setup.weight;
-                    let own = self.tokens_for(one, wanted) as f64 / one.setup.weight;
                     // Of instances that would be done at the same time, the less busy one.
-                    (outstanding + own, outstanding)
+                    (self.cost(one, wanted), one.state.outstanding() as f64 / one.setup.weight)
                 };
                 least(in_turn().filter(|one| may(one)), cost)
             }
             Choice::LeastTokens => least(in_turn().filter(|one| may(one)), load),
-            Choice::RoundRobin => {
-                let best = least(instances.iter().filter(|one| may(one)), |one| {
-                    one.state.pass.load(Relaxed) as f64
-                })?;
-                // An instance that was away does not catch up: it joins at the current pass.
-                let pass = best.state.pass.load(Relaxed).max(turns.pass.load(Relaxed));
-                turns.pass.store(pass, Relaxed);
-                best.state.pass.store(pass + (STRIDE / best.setup.weight) as u64, Relaxed);
-                Some(best)
-            }
+            Choice::RoundRobin => least(instances.iter().filter(|one| may(one)), |one| {
+                one.state.pass.load(Relaxed) as f64
+            }),
             Choice::Prefix => {
                 let (mut tokens, mut weights) = (wanted.tokens, 0.0);
                 for one in instances.iter().filter(|one| may(one)) {

@@ -408,12 +408,19 @@ impl Instance {
     /// has these chunks: those that it has not cached, but at least a part, since it loads and
     /// sends cached ones as well.
     pub(super) fn uncached(&self, tokens: u64, chunks: &[u64]) -> u64 {
+        match self.cached(chunks) {
+            0 => tokens,
+            cached => tokens.saturating_sub(cached).max(tokens / LEAST_PART).max(1),
+        }
+    }
+
+    /// Returns how many tokens of a prompt with these chunks the instance has cached.
+    pub(super) fn cached(&self, chunks: &[u64]) -> u64 {
         // Each rank has a cache of its own, and ranks take turns.
         if chunks.is_empty() || self.setup.ranks > 1 || self.state.has_ranks() {
-            return tokens;
+            return 0;
         }
-        let cached = (lock(&self.state.cache).cached(chunks) * CHUNK_TOKENS) as u64;
-        tokens.saturating_sub(cached).max(tokens / LEAST_PART).max(1)
+        (lock(&self.state.cache).cached(chunks) * CHUNK_TOKENS) as u64
     }
 
     /// Assigns a request of `tokens` to the instance, if it still accepts requests.
@@ -440,6 +447,13 @@ impl Instance {
 pub(crate) struct InFlight {
     pub(crate) instance: Arc<Instance>,
     tokens: u64,
+}
+
+impl InFlight {
+    /// Returns the tokens for which the request counts at its instance.
+    pub(crate) fn tokens(&self) -> u64 {
+        self.tokens
+    }
 }
 
 impl Drop for InFlight {

@@ -3,7 +3,9 @@
 pub(crate) mod bootstrap;
 pub(crate) mod cache_model;
 pub(crate) mod choice;
+mod explain;
 pub(crate) mod instance;
+pub(crate) mod missing;
 pub(crate) mod models;
 #[cfg(test)]
 mod replay;
@@ -19,7 +21,7 @@ use choice::{Candidates, Requirements, RoundRobin};
 use instance::{InFlight, Instance, Reason, Role, State};
 use models::{ModelName, ModelNames};
 
-use crate::setup::{Choice, Health, InstanceSetup, PoolConnector, Setup};
+use crate::setup::{Choice, Fallback, Health, InstanceSetup, PoolConnector, Setup};
 
 /// A configured pool.
 #[derive(Debug)]
@@ -39,6 +41,7 @@ pub(crate) struct Fleet {
     prefill_turns: RoundRobin,
     decode_turns: RoundRobin,
     choice: Choice,
+    fallback: Fallback,
     eject_for: std::time::Duration,
     /// Held from the check for remaining instances until an ejection, so that no other instance is
     /// ejected in between.
@@ -57,6 +60,7 @@ impl Fleet {
             prefill_turns: RoundRobin::default(),
             decode_turns: RoundRobin::default(),
             choice: setup.choice,
+            fallback: setup.fallback,
             eject_for: setup.health.eject_for,
             leaving_out: before.map(|before| Arc::clone(&before.leaving_out)).unwrap_or_default(),
         };
@@ -218,13 +222,17 @@ impl Fleet {
         prefill: &Instance,
         wanted: &Requirements<'_>,
     ) -> Option<InFlight> {
+        self.partners().choose(wanted, |one| one.pairs_with(prefill))
+    }
+
+    /// Returns the decode instances, for a request that a prefill instance begins.
+    fn partners(&self) -> Candidates<'_> {
         // Affinity applies to the prefill side, which caches the prompt.
         let choice = match self.choice {
             Choice::Cached | Choice::Prefix => Choice::LeastTokens,
             other => other,
         };
         Candidates { choice, ..self.candidates(Role::Decode) }
-            .choose(wanted, |one| one.pairs_with(prefill))
     }
 
     /// Chooses a decode instance that serves the request alone.
@@ -287,14 +295,32 @@ impl Fleet {
         })
     }
 
+    /// Returns true if a prefill instance that serves the model is up, besides those that the
+    /// request avoids.
+    pub(crate) fn has_other_prefill(&self, wanted: &Requirements<'_>) -> bool {
+        self.prefill.iter().any(|one| {
+            !one.setup.draining
+                && one.state.is_usable()
+                && wanted.model.is_none_or(|model| one.state.models.serve(model))
+                && !wanted.avoid.iter().any(|avoid| Arc::ptr_eq(&avoid.state, &one.state))
+        })
+    }
+
+    /// Returns the tokens that are outstanding at the decode instances of a pool.
+    pub(crate) fn decode_load(&self, pool: usize) -> u64 {
+        let of_pool = self.decode.iter().filter(|one| one.pool == pool);
+        of_pool.map(|one| one.state.outstanding()).sum()
+    }
+
     /// Returns true if a request could be served: a prefill and a decode instance of one pool are
-    /// usable, or a decode instance of a pool without prefill instances.
+    /// usable, or a decode instance that serves without a prefill instance.
     pub(crate) fn is_ready(&self) -> bool {
         let up = |one: &&Arc<Instance>, pool| {
             one.pool == pool && one.state.is_usable() && !one.setup.draining
         };
         (0..self.pools.len()).any(|pool| {
-            let alone = !self.prefill.iter().any(|one| one.pool == pool);
+            let alone = self.fallback == Fallback::Decode
+                || !self.prefill.iter().any(|one| one.pool == pool);
             self.decode.iter().any(|one| up(&one, pool))
                 && (alone || self.prefill.iter().any(|one| up(&one, pool)))
         })

@@ -15,8 +15,10 @@ use tokio::time::{Instant, Sleep};
 use super::answer_head::AnswerHead;
 use super::conversation::Capture;
 use super::core::LiveSetup;
+use super::fallback::FallbackPermit;
 use super::legs::PrefillTask;
 use super::record::Record;
+use super::redaction::Redaction;
 use crate::fleet::instance::{InFlight, Reason};
 use crate::metrics::RequestOutcome;
 use crate::request::{headers, without_transfer_params};
@@ -31,6 +33,10 @@ pub(crate) struct AnswerResources {
     /// disconnects.
     pub(crate) prefill: Option<PrefillTask>,
     pub(crate) capture: Option<Capture>,
+    /// Hosts and engine ids that the legs named.
+    pub(crate) named: Vec<String>,
+    /// The request's part of the share of fallbacks.
+    pub(crate) _fallback: Option<FallbackPermit>,
     /// The admission slot of the request.
     pub(crate) _place: Option<tokio::sync::OwnedSemaphorePermit>,
     /// The deadline of the request.
@@ -43,8 +49,18 @@ pub(crate) fn pass(
     mut record: Record,
     mut held: AnswerResources,
 ) -> Response<Body> {
-    let AnswerHead { mut parts, mut first, rest, events, wants_done, is_turn, .. } = opened;
+    let AnswerHead { mut parts, mut first, rest, mut events, wants_done, is_turn, .. } = opened;
     headers::drop_hop_by_hop(&mut parts.headers);
+    headers::drop_instance(&mut parts.headers, held.decode.instance.name());
+    let is_error = parts.status.as_u16() >= 400 || first.starts_with(b"{\"error\"");
+    if events.as_mut().is_some_and(WholeEvents::take_error) {
+        first = held.redacted(&mut record, &first);
+    } else if events.is_none() && is_error {
+        let redaction = Redaction::new(&held.live.fleet, &held.named, &record.id);
+        if let Some(original) = redaction.error(&mut parts, &mut first) {
+            record.hid(held.decode.instance.name(), &original);
+        }
+    }
     if events.is_some() {
         // The proxy may have to append an error event.
         parts.headers.remove(CONTENT_LENGTH);
@@ -98,6 +114,17 @@ pub(crate) fn pass(
 }
 
 impl AnswerResources {
+    /// Removes addresses from the errors among these events. The log keeps them.
+    fn redacted(&self, record: &mut Record, events: &Bytes) -> Bytes {
+        let redaction = Redaction::new(&self.live.fleet, &self.named, &record.id);
+        let redacted =
+            sse::with_data(events, |data| redaction.event(&String::from_utf8_lossy(data)));
+        if redacted != events {
+            record.hid(self.decode.instance.name(), &String::from_utf8_lossy(events));
+        }
+        redacted
+    }
+
     /// Finishes the answer: records the outcome, and blames the instance for an error in its
     /// events.
     fn end(
@@ -154,21 +181,23 @@ type FramePoll = Poll<Option<Result<Frame<Bytes>, std::io::Error>>>;
 impl AnswerBody {
     /// Handles the end of the instance's body.
     fn end(&mut self) -> FramePoll {
-        let left = match &mut self.events {
-            Some(events) => {
-                let left = events.finish();
-                if self.wants_done && !events.done() && !events.has_error() {
-                    return self.break_off(
-                        RequestOutcome::BrokenOff,
-                        "its stream ended without [DONE]",
-                        Some(Reason::Errors),
-                    );
-                }
-                left
+        let (mut left, mut fails) = (Bytes::new(), false);
+        if let Some(events) = &mut self.events {
+            left = events.finish();
+            fails = events.take_error();
+            if self.wants_done && !events.done() && !events.has_error() {
+                return self.break_off(
+                    RequestOutcome::BrokenOff,
+                    "the stream of the decode instance ended without [DONE]",
+                    None,
+                    Some(Reason::Errors),
+                );
             }
-            None => Bytes::new(),
-        };
+        }
         let Some((mut record, mut held)) = self.work.take() else { return Poll::Ready(None) };
+        if fails {
+            left = held.redacted(&mut record, &left);
+        }
         if let Some(capture) = &mut held.capture {
             capture.push(&left);
         }
@@ -182,21 +211,23 @@ impl AnswerBody {
     }
 
     /// Ends an answer that the instance did not finish: with an error event in a stream, else by
-    /// breaking the client's connection.
+    /// breaking the client's connection. `detail` is for the log alone.
     fn break_off(
         &mut self,
         outcome: RequestOutcome,
         why: &str,
+        detail: Option<&str>,
         blame: Option<Reason>,
     ) -> FramePoll {
         let Some((mut record, held)) = self.work.take() else { return Poll::Ready(None) };
         let instance = &held.decode.instance;
-        let message = format!("instance {} broke off this answer: {why}", instance.name());
+        let message = format!("this answer was broken off: {why}");
+        let logged = detail.unwrap_or(why);
         if let Some(reason) = blame {
-            record.core().blame_for(&held.live, instance, reason, &format!("decode leg: {why}"));
+            record.core().blame_for(&held.live, instance, reason, &format!("decode leg: {logged}"));
         }
         record.ended(outcome, self.status);
-        record.set_error(message.clone());
+        record.set_error(format!("instance {} broke off: {logged}", instance.name()));
         drop((record, held));
         match &self.events {
             Some(events) => {
@@ -215,12 +246,14 @@ impl AnswerBody {
     }
 
     fn out_of_time(&mut self) -> FramePoll {
-        self.break_off(RequestOutcome::Timeout, "the request exceeded timeouts.request", None)
+        let why = "the request exceeded timeouts.request of this router";
+        self.break_off(RequestOutcome::Timeout, why, None, None)
     }
 
     fn poll_time(&mut self, cx: &mut Context<'_>) -> FramePoll {
         if self.end.as_mut().poll(cx).is_ready() {
-            return self.break_off(RequestOutcome::BrokenOff, "this proxy is shutting down", None);
+            let why = "this proxy is shutting down";
+            return self.break_off(RequestOutcome::BrokenOff, why, None, None);
         }
         loop {
             ready!(self.sleep.as_mut().poll(cx));
@@ -230,8 +263,8 @@ impl AnswerBody {
                 return self.out_of_time();
             }
             if now >= self.last + self.idle {
-                let why = format!("no data for {:?}", self.idle);
-                return self.break_off(RequestOutcome::Timeout, &why, Some(Reason::Slow));
+                let why = format!("the decode instance sent no data for {:?}", self.idle);
+                return self.break_off(RequestOutcome::Timeout, &why, None, Some(Reason::Slow));
             }
             self.sleep.as_mut().reset((self.last + self.idle).min(until));
         }
@@ -261,19 +294,24 @@ impl hyper::body::Body for AnswerBody {
                 Poll::Ready(Some(Err(error))) => {
                     return this.break_off(
                         RequestOutcome::BrokenOff,
-                        &words(&error),
+                        "the connection to the decode instance broke",
+                        Some(&words(&error)),
                         Some(Reason::Errors),
                     );
                 }
                 Poll::Ready(Some(Ok(frame))) => compact(frame.into_data().unwrap_or_default()),
             };
             this.last = now;
-            let ready = match &mut this.events {
-                Some(events) => events.push(data),
-                None => data,
-            };
+            let (mut ready, mut fails) = (data, false);
+            if let Some(events) = &mut this.events {
+                ready = events.push(ready);
+                fails = events.take_error();
+            }
             if ready.is_empty() {
                 continue;
+            }
+            if fails {
+                ready = held.redacted(record, &ready);
             }
             if let Some(capture) = &mut held.capture {
                 capture.push(&ready);

@@ -3,16 +3,19 @@
 use bytes::{Bytes, BytesMut};
 use http_body_util::BodyExt;
 use hyper::body::{Body, Incoming};
-use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap};
+use hyper::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap};
 use hyper::http::response::Parts;
 use hyper::{Response, StatusCode};
 use tokio::time::{Instant, timeout_at};
 
+use super::redaction::unreadable;
 use crate::sse::{self, WholeEvents};
 use crate::upstream::{Fault, WHOLE, accepted, words};
 
 /// The most bytes of a non-streamed answer that are held back.
 const HELD: usize = 1 << 20;
+/// The longest error that is forwarded.
+const LONGEST_ERROR: usize = 1 << 20;
 
 /// The kind of answer that a request expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,18 +53,19 @@ fn content_type_is(headers: &HeaderMap, wanted: &str) -> bool {
     })
 }
 
-/// Waits for the beginning of an answer: the first complete event of a stream, or the end of any
-/// other short answer.
+/// Waits for the beginning of an answer: the first complete event of a stream, the end of an error,
+/// or the end of any other short answer.
 pub(crate) async fn open(
     response: Response<Incoming>,
     kind: AnswerKind,
     until: Instant,
 ) -> Result<AnswerHead, Fault> {
     let response = accepted(response, until).await?;
-    let (parts, mut body) = response.into_parts();
+    let (mut parts, mut body) = response.into_parts();
     let plain = !parts.headers.contains_key(CONTENT_ENCODING);
-    let mut events =
-        (plain && content_type_is(&parts.headers, "text/event-stream")).then(WholeEvents::default);
+    let failed = parts.status.is_client_error() || parts.status.is_server_error();
+    let is_stream = plain && !failed && content_type_is(&parts.headers, "text/event-stream");
+    let mut events = is_stream.then(WholeEvents::default);
     let good = parts.status == StatusCode::OK && kind != AnswerKind::Any;
     let wants_done = good && events.is_some();
     let mut first = BytesMut::new();
@@ -91,7 +95,13 @@ pub(crate) async fn open(
         if kind == AnswerKind::Turn && events.is_none() && first.len() > WHOLE {
             return Err(Fault::Broken(format!("its answer is longer than {WHOLE} bytes")));
         }
+        if failed && first.len() > LONGEST_ERROR {
+            parts.headers.remove(CONTENT_LENGTH);
+            first = BytesMut::from(&unreadable(parts.status.as_u16())[..]);
+            break;
+        }
         let enough = match kind {
+            _ if failed => usize::MAX,
             AnswerKind::Turn if events.is_none() => usize::MAX,
             AnswerKind::Completion if plain && events.is_none() => HELD,
             _ => 1,

@@ -4,6 +4,7 @@ use axum::body::Body;
 use hyper::header::{CONNECTION, HeaderValue, RETRY_AFTER};
 use hyper::{Response, StatusCode};
 
+use crate::fleet::instance::Instance;
 use crate::metrics::RequestOutcome;
 use crate::upstream::{Fault, json_headers};
 
@@ -78,8 +79,14 @@ impl ApiError {
     }
 
     /// Returns the error for an instance's fault, if there is no answer of the instance to forward.
-    pub(crate) fn upstream(instance: &str, fault: &Fault) -> Self {
-        let message = format!("instance {instance} {fault}");
+    /// It names no address: the log does.
+    pub(crate) fn upstream(instance: &Instance, fault: &Fault) -> Self {
+        let (role, pool) = (instance.role.as_str(), &instance.pool_name);
+        let message = format!(
+            "the {role} instance in pool {pool} {}; this router's log says more about this \
+             X-Request-Id",
+            fault.summary()
+        );
         match fault {
             Fault::Late(_) | Fault::Unreached(_) => Self::timeout(message),
             _ => Self::new(

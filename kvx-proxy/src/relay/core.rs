@@ -8,6 +8,7 @@ use hyper::header::HeaderValue;
 use tokio::sync::{mpsc, watch};
 
 use super::conversation::Conversations;
+use super::fallback::Fallbacks;
 use super::retries::RetryBudget;
 use crate::admission::RequestAdmission;
 use crate::error::Result;
@@ -83,6 +84,7 @@ pub(crate) struct Core {
     pub(crate) errors: LastErrors,
     pub(crate) budget: RetryBudget,
     pub(crate) conversations: Conversations,
+    pub(crate) fallbacks: Fallbacks,
     /// Held while a new configuration replaces the current one.
     changes: tokio::sync::Mutex<()>,
     ids: Mutex<HashSet<String>>,
@@ -120,6 +122,7 @@ impl Core {
             errors: LastErrors::default(),
             budget: RetryBudget::default(),
             conversations: Conversations::default(),
+            fallbacks: Fallbacks::default(),
             changes: tokio::sync::Mutex::default(),
             ids: Mutex::default(),
             stored: Mutex::default(),

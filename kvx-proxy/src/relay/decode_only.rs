@@ -1,5 +1,7 @@
 //! Requests that one decode instance serves alone.
 
+use std::sync::Arc;
+
 use hyper::Method;
 use hyper::header::{CONTENT_LENGTH, HeaderValue};
 use serde::de::{Deserialize as _, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
@@ -7,7 +9,9 @@ use serde::de::{Deserialize as _, DeserializeSeed, Deserializer, IgnoredAny, Map
 use super::answer_head::AnswerKind;
 use super::job::{Job, JobResult};
 use super::legs::LegRequest;
-use crate::fleet::instance::InFlight;
+use crate::fleet::Fleet;
+use crate::fleet::instance::{InFlight, Instance, Role};
+use crate::fleet::missing::BOTH;
 use crate::request::{CompletionRequest, NO_PROMPT, PassthroughRequest, PromptKey};
 use crate::upstream::Fault;
 
@@ -18,6 +22,17 @@ pub(crate) async fn completion(
     reason: &'static str,
 ) -> JobResult {
     job.record.route("decode_alone", reason);
+    on_decode(job, asked, false).await
+}
+
+/// Serves a completion on a decode instance because no prefill instance is up, within the
+/// [share](super::fallback) of such requests.
+pub(crate) async fn fallback(mut job: Job, asked: &CompletionRequest) -> JobResult {
+    job.record.route("decode_alone", "fallback");
+    on_decode(job, asked, true).await
+}
+
+async fn on_decode(mut job: Job, asked: &CompletionRequest, is_fallback: bool) -> JobResult {
     job.streamed = asked.stream;
     let sent = LegRequest::json(&job.path, &job.headers, asked.body.text());
     let tokens = asked.prompt_tokens + asked.new_tokens;
@@ -26,6 +41,7 @@ pub(crate) async fn completion(
         prompt: &asked.prompt,
         model: asked.model.as_deref(),
         stored_by: None,
+        is_fallback,
     };
     // A completion has no side effects, so it may be retried.
     run(job, sent, AnswerKind::Completion, &to, true).await
@@ -50,6 +66,7 @@ pub(crate) async fn passthrough(
         prompt: &NO_PROMPT,
         model: model.as_deref(),
         stored_by: stored_by.as_deref(),
+        is_fallback: false,
     };
     let sent = LegRequest { path: job.path.clone(), headers, body };
     run(job, sent, AnswerKind::Any, &to, false).await
@@ -60,13 +77,21 @@ struct Destination<'a> {
     prompt: &'a PromptKey,
     model: Option<&'a str>,
     stored_by: Option<&'a str>,
+    is_fallback: bool,
 }
 
-fn choose(
-    job: &Job,
-    to: &Destination<'_>,
-    avoid: &[std::sync::Arc<crate::fleet::instance::Instance>],
-) -> Option<InFlight> {
+impl Destination<'_> {
+    /// Describes what is missing when no instance can be chosen.
+    fn missing(&self, fleet: &Fleet) -> String {
+        match self.stored_by {
+            Some(_) => "the decode instance that stored this response is not up".to_owned(),
+            None if self.is_fallback => fleet.why_unserved(self.model, &BOTH),
+            None => fleet.why_unserved(self.model, &[Role::Decode]),
+        }
+    }
+}
+
+fn choose(job: &Job, to: &Destination<'_>, avoid: &[Arc<Instance>]) -> Option<InFlight> {
     let fleet = &job.live.fleet;
     let model = to.model.map(|model| fleet.names.named(model));
     if let Some(name) = to.stored_by {
@@ -90,11 +115,16 @@ async fn run(
     may_repeat: bool,
 ) -> JobResult {
     let mut avoid = Vec::new();
-    let mut last: Option<(String, Fault)> = None;
+    let mut last: Option<(Arc<Instance>, Fault)> = None;
     loop {
         let Some(decode) = choose(&job, to, &avoid) else {
-            return job.give_up(last, "no decode instance is up: try again later");
+            return job.give_up(last, |fleet| to.missing(fleet));
         };
+        if to.is_fallback
+            && let Err(refusal) = job.enter_fallback(&decode, to.model, avoid.is_empty())
+        {
+            return Err(job.refused(refusal));
+        }
         let opened = job.answer(&decode, sent.clone(), kind, job.first_byte()).await;
         let fault = match opened {
             Ok(opened) if opened.is_error && may_repeat => {
@@ -103,7 +133,7 @@ async fn run(
                 }
                 let fault = Fault::Broken("its stream begins with an error".to_owned());
                 job.core.blame(&job.live, &decode.instance, &fault);
-                avoid.push(std::sync::Arc::clone(&decode.instance));
+                avoid.push(Arc::clone(&decode.instance));
                 continue;
             }
             Ok(opened) => {
@@ -118,14 +148,14 @@ async fn run(
             }
             Err(fault) => fault,
         };
-        avoid.push(std::sync::Arc::clone(&decode.instance));
-        let name = decode.instance.name().to_owned();
+        let instance = Arc::clone(&decode.instance);
+        avoid.push(Arc::clone(&instance));
         drop(decode);
         let may_repeat = may_repeat && !job.is_out_of_time(&fault);
         if !(fault.not_accepted() || may_repeat) || !job.may_retry("decode") {
-            return job.fail(&name, fault);
+            return job.fail(&instance, fault);
         }
-        last = Some((name, fault));
+        last = Some((instance, fault));
     }
 }
 

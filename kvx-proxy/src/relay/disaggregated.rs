@@ -13,14 +13,17 @@ use serde_json::Value;
 use super::answer_head::{AnswerHead, AnswerKind};
 use super::api_error::ApiError;
 use super::conversation::{Capture, Key};
+use super::core::LiveSetup;
 use super::decode_only;
 use super::job::{Job, JobResult, random_id};
 use super::legs::{self, LegRequest, PrefillEnd, PrefillTask};
 use crate::fleet::instance::{InFlight, Instance, PrefillKind};
+use crate::fleet::missing::BOTH;
+use crate::fleet::models::ModelName;
 use crate::fleet::watch;
 use crate::request::CompletionRequest;
 use crate::request::json::JsonObject;
-use crate::setup::PoolConnector;
+use crate::setup::{Fallback, PoolConnector};
 use crate::upstream::Fault;
 
 /// The source of the blocks that a decode instance waits for.
@@ -62,33 +65,43 @@ impl From<ApiError> for HandoverError {
     }
 }
 
+/// Returns the reason to send a completion to a decode instance alone, if there is one.
+pub(crate) fn reason_to_go_alone(
+    live: &LiveSetup,
+    asked: &CompletionRequest,
+    model: Option<ModelName<'_>>,
+) -> Option<&'static str> {
+    match asked.alone {
+        Some(reason) => Some(reason),
+        None if asked.prompt_tokens < live.setup.local_below => Some("short prompt"),
+        None if !live.fleet.has_pair(model) => Some("no prefill instance"),
+        None => None,
+    }
+}
+
 /// Serves a completion, disaggregated if one transfer is enough for it.
 pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobResult {
     let live = Arc::clone(&job.live);
     let fleet = &live.fleet;
     let model = asked.model.as_deref().map(|model| fleet.names.named(model));
-    let reason = match asked.alone {
-        Some(reason) => Some(reason),
-        None if asked.prompt_tokens < live.setup.local_below => Some("short prompt"),
-        None if !fleet.has_pair(model) => Some("no prefill instance"),
-        None => None,
-    };
-    if let Some(reason) = reason {
+    if let Some(reason) = reason_to_go_alone(&live, &asked, model) {
         return decode_only::completion(job, &asked, reason).await;
     }
     job.record.route("disaggregated", "");
     job.streamed = asked.stream;
     let mut avoid_prefill: Vec<Arc<Instance>> = Vec::new();
     let mut avoid_decode: Vec<Arc<Instance>> = Vec::new();
-    let mut last: Option<(String, Fault)> = None;
+    let mut last: Option<(Arc<Instance>, Fault)> = None;
     let mut body = asked.body.clone();
     let mut turn = ConversationTurn::of(&job, &asked, &mut body);
     'attempts: loop {
         let wanted = job.requirements(asked.prompt_tokens, &asked.prompt, model, &avoid_prefill);
         let Some(prefill) = fleet.choose_prefill(&wanted) else {
-            let words =
-                "no pair of prefill and decode instances for this model is up: try again later";
-            return job.give_up(last, words);
+            if live.setup.fallback == Fallback::Decode {
+                return decode_only::fallback(job, &asked).await;
+            }
+            let model = asked.model.as_deref();
+            return job.give_up(last, |fleet| fleet.why_unserved(model, &BOTH));
         };
         let prefill_instance = Arc::clone(&prefill.instance);
         job.record.prefill(prefill_instance.name(), None);
@@ -103,7 +116,8 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                 let tokens = asked.prompt_tokens + asked.new_tokens;
                 let wanted = job.requirements(tokens, &asked.prompt, model, &avoid_decode);
                 let Some(decode) = turn.choose_decode(&job, &prefill_instance, &wanted) else {
-                    return job.give_up(last, "no decode instance is up: try again later");
+                    let model = asked.model.as_deref();
+                    return job.give_up(last, |fleet| fleet.why_unserved(model, &BOTH));
                 };
                 let fault = match race(&job, &decode, sent.clone(), &mut beside).await {
                     // No part of an answer has arrived: treat it as a failure before the first
@@ -131,7 +145,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                             prefill_instance.state.forget_ranks();
                         }
                         if job.is_out_of_time(&fault) || !job.may_retry("decode") {
-                            return job.fail(decode.instance.name(), fault);
+                            return job.fail(&decode.instance, fault);
                         }
                         fault
                     }
@@ -146,24 +160,36 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                 // If the instance has not accepted the leg, another one can use the same
                 // parameters.
                 let same_parameters = fault.not_accepted();
-                last = Some((decode.instance.name().to_owned(), fault));
+                last = Some((Arc::clone(&decode.instance), fault));
                 if !same_parameters {
                     continue 'attempts;
                 }
             }
         };
         match error {
-            HandoverError::Rejected(response) => return Ok(job.pass_whole(*response)),
+            HandoverError::Rejected(response) => {
+                return Ok(job.pass_whole(&prefill_instance, *response));
+            }
             HandoverError::Refused(error) => return Err(job.refused(error)),
             HandoverError::Stopped => {
                 return decode_only::completion(job, &asked, "prefill stopped").await;
             }
             HandoverError::Failed(fault) => {
-                if !job.may_retry("prefill") {
-                    return job.fail(prefill_instance.name(), fault);
+                avoid_prefill.push(Arc::clone(&prefill_instance));
+                // Not up, although no check has noticed it yet.
+                let is_gone = matches!(fault, Fault::Refused(_) | Fault::Unreached(_));
+                let wanted =
+                    job.requirements(asked.prompt_tokens, &asked.prompt, model, &avoid_prefill);
+                if live.setup.fallback == Fallback::Decode
+                    && is_gone
+                    && !fleet.has_other_prefill(&wanted)
+                {
+                    return decode_only::fallback(job, &asked).await;
                 }
-                last = Some((prefill_instance.name().to_owned(), fault));
-                avoid_prefill.push(prefill_instance);
+                if !job.may_retry("prefill") {
+                    return job.fail(&prefill_instance, fault);
+                }
+                last = Some((prefill_instance, fault));
             }
         }
     }
@@ -193,6 +219,7 @@ async fn hand_over(
     match kind {
         PrefillKind::Mooncake(targets) => {
             let target = &targets[instance.state.next_rank(targets.len())];
+            job.named.push(target.engine_id.clone());
             let id = MooncakeTransferId::from_random(random_id()?);
             let sketch = Value::Object(body.sketch());
             let mut legs = concurrent::mooncake_legs(&sketch, &id, target)?;
@@ -232,6 +259,7 @@ fn push(
     rank: Option<usize>,
     target: PushTarget,
 ) -> Result<Handover, HandoverError> {
+    job.named.extend([target.engine_id.clone(), target.host.clone()]);
     let id = own_id(&job.id)?;
     let value = id.as_str().parse().expect("an id fits a header");
     job.headers.insert(crate::request::headers::REQUEST_ID, value);
@@ -303,6 +331,10 @@ async fn sequential_handover(
     let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
     let prefilled = ended.map_err(handover_error)?;
     job.record.prefill(prefill.instance.name(), Some(prefilled.time));
+    if let Some(params) = &prefilled.answer.params {
+        job.named
+            .extend([&params.remote_engine_id, &params.remote_host].into_iter().flatten().cloned());
+    }
     if let (Some(params), true) = (&prefilled.answer.params, connector != PoolConnector::NixlPull) {
         let setup = &prefill.instance.setup;
         prefill.instance.state.learn_push(params, rank.unwrap_or(0), setup.ranks as usize);

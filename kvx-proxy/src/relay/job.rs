@@ -15,12 +15,15 @@ use super::answer_body::{AnswerResources, pass};
 use super::answer_head::{AnswerHead, AnswerKind};
 use super::api_error::ApiError;
 use super::core::{Core, LiveSetup};
+use super::fallback::FallbackPermit;
 use super::legs::{self, LegRequest, PrefillTask};
 use super::record::Record;
+use super::redaction::Redaction;
 use super::retries::{Attempts, RetryDecision};
 use crate::admission::AdmissionError;
+use crate::fleet::Fleet;
 use crate::fleet::choice::Requirements;
-use crate::fleet::instance::{InFlight, Instance};
+use crate::fleet::instance::{InFlight, Instance, Role};
 use crate::fleet::models::ModelName;
 use crate::metrics::RequestOutcome;
 use crate::request::{PromptKey, headers};
@@ -42,6 +45,9 @@ pub(crate) struct Job {
     /// True if the answer is streamed. Any other answer arrives as a whole, at the end of the
     /// generation.
     pub(crate) streamed: bool,
+    /// Hosts and engine ids that the legs named, for [`Redaction`].
+    pub(crate) named: Vec<String>,
+    fallback: Option<FallbackPermit>,
     attempts: Attempts,
     place: Option<OwnedSemaphorePermit>,
 }
@@ -117,6 +123,8 @@ impl Job {
         Ok(Job {
             until: Instant::now() + live.setup.timeouts.request,
             streamed: false,
+            named: Vec::new(),
+            fallback: None,
             attempts: Attempts::new(live.setup.retries.attempts),
             core: Arc::clone(core),
             live,
@@ -165,6 +173,39 @@ impl Job {
 
     pub(crate) fn refused(self, refusal: ApiError) -> Box<(Record, ApiError)> {
         Box::new((self.record, refusal))
+    }
+
+    /// Takes this request's part of the share of fallbacks, until the answer ends. Counts it on its
+    /// `first` attempt.
+    ///
+    /// # Errors
+    ///
+    /// Fails if others have taken the share.
+    pub(crate) fn enter_fallback(
+        &mut self,
+        decode: &InFlight,
+        model: Option<&str>,
+        first: bool,
+    ) -> Result<(), ApiError> {
+        let (core, fleet, instance) = (&self.core, &self.live.fleet, &decode.instance);
+        self.fallback = None; // that of an earlier attempt
+        let load = fleet.decode_load(instance.pool);
+        let permit = core.fallbacks.enter(&instance.pool_name, decode.tokens(), load);
+        let why = || fleet.why_unserved(model, &[Role::Prefill]);
+        let Some(permit) = permit else {
+            core.metrics.fallback("refused");
+            core.fallbacks.warn(false, why);
+            return Err(ApiError::unavailable(format!(
+                "{}, and its decode instances compute as many prompts as they may: try again later",
+                why()
+            )));
+        };
+        self.fallback = Some(permit);
+        if first {
+            core.metrics.fallback("served");
+            core.fallbacks.warn(true, why);
+        }
+        Ok(())
     }
 
     /// Returns what this request requires of an instance.
@@ -247,16 +288,26 @@ impl Job {
             decode,
             prefill,
             capture,
+            named: self.named,
+            _fallback: self.fallback,
             _place: self.place,
             until: self.until,
         };
         pass(opened, self.record, held)
     }
 
-    /// Forwards an answer that has been read completely, from an instance of either role.
-    pub(crate) fn pass_whole(mut self, response: Response<bytes::Bytes>) -> Response<Body> {
-        let (mut parts, body) = response.into_parts();
+    /// Forwards an error that has been read completely, from an instance of either role.
+    pub(crate) fn pass_whole(
+        mut self,
+        instance: &Instance,
+        response: Response<bytes::Bytes>,
+    ) -> Response<Body> {
+        let (mut parts, mut body) = response.into_parts();
         headers::drop_hop_by_hop(&mut parts.headers);
+        let redaction = Redaction::new(&self.live.fleet, &self.named, &self.record.id);
+        if let Some(original) = redaction.error(&mut parts, &mut body) {
+            self.record.hid(instance.name(), &original);
+        }
         let outcome = if parts.status.is_client_error() {
             RequestOutcome::ClientError
         } else {
@@ -268,19 +319,28 @@ impl Job {
     }
 
     /// Ends the request when no instance is left: with the last failure if there was one.
-    pub(crate) fn give_up(self, last: Option<(String, Fault)>, otherwise: &str) -> JobResult {
+    pub(crate) fn give_up(
+        self,
+        last: Option<(Arc<Instance>, Fault)>,
+        otherwise: impl FnOnce(&Fleet) -> String,
+    ) -> JobResult {
         match last {
             Some((instance, fault)) => self.fail(&instance, fault),
-            None => Err(self.refused(ApiError::unavailable(otherwise))),
+            None => {
+                let words = format!("{}: try again later", otherwise(&self.live.fleet));
+                Err(self.refused(ApiError::unavailable(words)))
+            }
         }
     }
 
     /// Ends the request with the last failure, forwarding the instance's own answer if there is
     /// one.
-    pub(crate) fn fail(mut self, instance: &str, fault: Fault) -> JobResult {
-        self.record.set_error(format!("instance {instance} {fault}"));
+    pub(crate) fn fail(mut self, instance: &Instance, fault: Fault) -> JobResult {
+        self.record.set_error(format!("instance {} {fault}", instance.name()));
         match fault {
-            Fault::Busy(response) | Fault::Status(response) => Ok(self.pass_whole(*response)),
+            Fault::Busy(response) | Fault::Status(response) => {
+                Ok(self.pass_whole(instance, *response))
+            }
             fault => Err(self.refused(ApiError::upstream(instance, &fault))),
         }
     }

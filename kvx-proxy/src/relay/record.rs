@@ -165,12 +165,24 @@ impl Record {
         self.why = Some(why.into());
     }
 
+    /// Sets the error, unless one is set that says more.
+    pub(crate) fn set_error_if_none(&mut self, why: &str) {
+        self.why.get_or_insert_with(|| why.to_owned());
+    }
+
+    /// Logs what an instance said, of which the client gets only a part.
+    pub(crate) fn hid(&mut self, instance: &str, said: &str) {
+        let said = cut(said.trim());
+        self.core.errors.add(instance, said);
+        self.why = Some(format!("instance {instance} said: {said}"));
+    }
+
     pub(crate) fn core(&self) -> &Arc<Core> {
         &self.core
     }
 }
 
-/// Returns the part of a client's text that logs keep.
+/// Returns the part of a text of others that logs keep.
 fn cut(text: &str) -> &str {
     let end = (0..=256.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
     &text[..end.unwrap_or(0)]

@@ -2,8 +2,8 @@
 
 use hyper::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE,
-    EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
-    TRAILER, TRANSFER_ENCODING, UPGRADE,
+    EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, LOCATION, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use kvx_vllm::params::{X_REQUEST_ID, XRequestId};
 
@@ -59,6 +59,20 @@ pub(crate) fn drop_hop_by_hop(headers: &mut HeaderMap) {
         .collect();
     for name in named.iter().chain(&HOP_BY_HOP) {
         headers.remove(name);
+    }
+}
+
+/// Makes a redirect to the instance itself one to the client's server.
+pub(crate) fn drop_instance(headers: &mut HeaderMap, instance: &str) {
+    let Some(location) = headers.get(LOCATION).and_then(|value| value.to_str().ok()) else {
+        return;
+    };
+    let path = location
+        .split_once("://")
+        .and_then(|(_, rest)| rest.strip_prefix(instance))
+        .filter(|path| path.starts_with('/'));
+    if let Some(path) = path.and_then(|path| HeaderValue::from_str(path).ok()) {
+        headers.insert(LOCATION, path);
     }
 }
 
@@ -192,6 +206,21 @@ mod tests {
             .iter()
             .map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value)))
             .collect()
+    }
+
+    #[test]
+    fn redirects_to_an_instance_lose_its_address() {
+        for (said, passed) in [
+            ("http://10.0.0.1:8100/v1/models", "/v1/models"),
+            ("http://10.0.0.1:81000/v1", "http://10.0.0.1:81000/v1"),
+            ("https://example.com/x", "https://example.com/x"),
+            ("/v1", "/v1"),
+        ] {
+            let mut headers = HeaderMap::new();
+            headers.insert(LOCATION, said.parse().unwrap());
+            drop_instance(&mut headers, "10.0.0.1:8100");
+            assert_eq!(headers[LOCATION], passed);
+        }
     }
 
     #[test]

@@ -20,16 +20,17 @@ use crate::setup::{InstanceSetup, InstanceTable};
 
 type AdminAnswer = Result<Response<Body>, ApiError>;
 
-fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), ApiError> {
+/// Rejects clients without `ADMIN_API_KEY`.
+pub(super) fn admitted(core: &Core, headers: &HeaderMap) -> Result<(), ApiError> {
     match &core.live().setup.admin_api_key {
         None => Err(ApiError::client(
             StatusCode::FORBIDDEN,
-            "/instances is closed: start the proxy with ADMIN_API_KEY in its environment",
+            "this path is closed: start the proxy with ADMIN_API_KEY in its environment",
         )),
         Some(key) if Keys::one(key.text()).admit_admin(headers) => Ok(()),
         Some(_) => Err(ApiError::client(
             StatusCode::FORBIDDEN,
-            "/instances needs ADMIN_API_KEY: send it as x-api-key, or as Authorization: Bearer KEY",
+            "this path needs ADMIN_API_KEY: send it as x-api-key, or as Authorization: Bearer KEY",
         )),
     }
 }
@@ -41,13 +42,6 @@ fn answer(answer: AdminAnswer) -> Response<Body> {
 /// Describes an instance as JSON.
 pub(super) fn describe(one: &Instance) -> Value {
     let state = &one.state;
-    let standing = match () {
-        () if one.setup.draining => "draining",
-        () if state.is_sound() => "up",
-        () if !state.is_checked() => "not checked yet",
-        () if state.is_down() => "down",
-        () => "left out",
-    };
     let recipe = match state.kind() {
         _ if one.role == Role::Decode => None,
         PrefillKind::Unknown => None,
@@ -59,7 +53,7 @@ pub(super) fn describe(one: &Instance) -> Value {
         "pool": one.pool_name,
         "role": one.role,
         "url": format!("http://{}", one.name()),
-        "state": standing,
+        "state": one.standing(),
         "connector": recipe,
         "weight": one.setup.weight,
         "draining": one.setup.draining,

@@ -2,6 +2,7 @@
 
 pub(crate) mod address_limit;
 mod admin;
+mod explain;
 mod idle;
 pub(crate) mod keys;
 pub(crate) mod listener;

@@ -13,6 +13,7 @@ use hyper::{Response, StatusCode};
 use serde_json::json;
 
 use super::admin;
+use crate::fleet::missing::{self, BOTH};
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::Core;
 
@@ -49,6 +50,7 @@ pub(super) async fn status(State(core): State<Arc<Core>>) -> Response<Body> {
         "up_for": metrics.started.elapsed().as_secs_f64(),
         "ready": !core.is_draining() && live.fleet.is_ready(),
         "draining": core.is_draining(),
+        "missing": missing::words(&live.fleet.missing(None, &BOTH)),
         "in_flight": metrics.in_flight.load(Relaxed),
         "queued": metrics.queued.load(Relaxed),
         "connections": metrics.connections.load(Relaxed),

@@ -15,7 +15,7 @@ use hyper_util::rt::TokioIo;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, split};
 use tracing::Instrument as _;
 
-use crate::fleet::instance::{InFlight, Instance};
+use crate::fleet::instance::{InFlight, Instance, Role};
 use crate::metrics::RequestOutcome;
 use crate::relay::answer_head::{AnswerHead, AnswerKind};
 use crate::relay::api_error::ApiError;
@@ -65,9 +65,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
         let Some(decode) =
             fleet.choose_alone_that(&job.requirements(TOKENS, &NO_PROMPT, model, &avoid), opens)
         else {
-            return Err(
-                job.refused(ApiError::unavailable("no decode instance is up: try again later"))
-            );
+            return job.give_up(None, |fleet| fleet.why_unserved(name.as_deref(), &[Role::Decode]));
         };
         let fault = match job.answer(&decode, sent.clone(), AnswerKind::Any, job.first_byte()).await
         {
@@ -78,7 +76,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
             Err(fault) => fault,
         };
         if !fault.not_accepted() || !job.may_retry("decode") {
-            return job.fail(decode.instance.name(), fault);
+            return job.fail(&decode.instance, fault);
         }
         avoid.push(Arc::clone(&decode.instance));
     }
@@ -88,8 +86,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
 fn switch(mut job: Job, decode: InFlight, opened: AnswerHead, client: OnUpgrade) -> JobResult {
     let mut parts = opened.parts;
     let Some(instance) = parts.extensions.remove::<OnUpgrade>() else {
-        return job
-            .fail(decode.instance.name(), Fault::Broken("it opened no WebSocket".to_owned()));
+        return job.fail(&decode.instance, Fault::Broken("it opened no WebSocket".to_owned()));
     };
     decode.instance.state.succeeded();
     headers::drop_hop_by_hop(&mut parts.headers);

@@ -12,9 +12,10 @@ use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use tracing::{Instrument as _, Span};
 
-use super::{admin, page, realtime};
+use super::{admin, explain, page, realtime};
 use crate::admission::BodyPermit;
 use crate::body::{BodyError, read_body};
+use crate::fleet::missing::{self, BOTH};
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::{Core, LiveSetup};
 use crate::relay::job::{Job, JobResult};
@@ -41,6 +42,7 @@ pub(crate) fn router(core: Arc<Core>) -> Router {
         .route("/healthcheck", get(healthcheck))
         .route("/ready", get(ready))
         .route("/instances", get(admin::list).post(admin::add).delete(admin::remove))
+        .route("/explain", post(explain::explain))
         .route("/", get(page::page))
         .merge(operators)
         .fallback_service(clients.with_state(Arc::clone(&core)))
@@ -76,7 +78,7 @@ fn respond(ended: JobResult) -> Response<Body> {
         Err(ended) => {
             let (mut record, refusal) = *ended;
             record.ended(refusal.outcome, refusal.status.as_u16());
-            record.set_error(refusal.message.clone());
+            record.set_error_if_none(&refusal.message);
             let mut response = refusal.response();
             if let Ok(id) = HeaderValue::from_str(&record.id) {
                 response.headers_mut().insert(headers::REQUEST_ID, id);
@@ -131,7 +133,10 @@ async fn parsed<T: Send + 'static>(
         true => match tokio::task::spawn_blocking(parse).await {
             Ok(parsed) => parsed,
             // It panicked, or the program ends.
-            Err(error) => Err(ApiError::unavailable(format!("the body was not parsed: {error}"))),
+            Err(error) => {
+                tracing::error!(%error, "a body was not parsed");
+                Err(ApiError::unavailable("the body was not parsed: try again later"))
+            }
         },
     }
 }
@@ -296,15 +301,21 @@ async fn healthcheck(State(core): Shared) -> Response<Body> {
 }
 
 async fn ready(State(core): Shared) -> Response<Body> {
-    let words = match core.is_draining() {
-        true => "this proxy is shutting down",
-        false if !core.live().fleet.is_ready() => "no pair of prefill and decode instances is up",
-        false => return json_response(StatusCode::OK, &serde_json::json!({"ready": true})),
+    let live = core.live();
+    let missing = live.fleet.missing(None, &BOTH);
+    let (ready, why) = match core.is_draining() {
+        true => (false, "this proxy is shutting down".to_owned()),
+        false if missing.is_empty() => (live.fleet.is_ready(), "there is no instance".to_owned()),
+        false => (live.fleet.is_ready(), missing::words(&missing)),
     };
-    json_response(
-        StatusCode::SERVICE_UNAVAILABLE,
-        &serde_json::json!({"ready": false, "why": words}),
-    )
+    let mut body = serde_json::json!({"ready": ready});
+    // A pool may lack a side while another one serves.
+    if !ready || !missing.is_empty() {
+        body["why"] = why.into();
+        body["missing"] = serde_json::json!(missing);
+    }
+    let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    json_response(status, &body)
 }
 
 async fn metrics(State(core): Shared) -> Response<Body> {

@@ -1,7 +1,7 @@
 //! Describes a configuration and finds what would not work in it, without a request to any
 //! instance.
 
-use super::{InstanceSetup, PoolConnector, Setup};
+use super::{Fallback, InstanceSetup, PoolConnector, Setup};
 use crate::log::AccessLogger;
 
 /// One line of `kvx proxy --check`.
@@ -65,6 +65,11 @@ impl Setup {
             found.push(Means(format!(
                 "prompts of fewer than about {below} tokens go to decode alone"
             )));
+        }
+        if self.fallback == Fallback::Decode {
+            let words = "while no prefill instance is up, decode instances compute prompts, for at \
+                         most a tenth of their load";
+            found.push(Means(words.to_owned()));
         }
         if self.pools.is_empty() {
             found.push(Fails(

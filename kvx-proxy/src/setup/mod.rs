@@ -35,6 +35,8 @@ pub struct Setup {
     pub connector: PoolConnector,
     /// The policy for choosing instances.
     pub choice: Choice,
+    /// Who computes prompts while no prefill instance is up.
+    pub fallback: Fallback,
     /// The number of a prompt's tokens that [`Choice::Prefix`] compares.
     pub prefix_tokens: usize,
     /// Prompts of fewer tokens go to decode alone.
@@ -114,7 +116,27 @@ impl PoolConnector {
     }
 }
 
+impl Fallback {
+    /// Parses `off` or `decode`.
+    ///
+    /// # Errors
+    ///
+    /// Fails for any other name; the message lists the valid ones.
+    pub fn from_name(name: &str) -> Result<Self> {
+        from_name("fallback", name)
+    }
+}
+
 impl Choice {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Choice::Cached => "cached",
+            Choice::LeastTokens => "least-tokens",
+            Choice::RoundRobin => "round-robin",
+            Choice::Prefix => "prefix",
+        }
+    }
+
     /// Parses `cached`, `least-tokens`, `round-robin` or `prefix`.
     ///
     /// # Errors
@@ -141,6 +163,18 @@ pub enum Choice {
     /// The instance that has served the same prompt prefix before, unless it has much more load
     /// than the others.
     Prefix,
+}
+
+/// Who computes prompts while no prefill instance is up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fallback {
+    /// Nobody: such requests get 503.
+    #[default]
+    Off,
+    /// The decode instances. These requests take at most a tenth of the tokens that a pool's decode
+    /// instances are busy with, but one is always served; others get 503.
+    Decode,
 }
 
 /// The destination of the access log.
@@ -264,6 +298,7 @@ impl Default for Setup {
             port: 8000,
             connector: PoolConnector::Auto,
             choice: Choice::default(),
+            fallback: Fallback::Off,
             prefix_tokens: 256,
             local_below: 0,
             drain: Duration::from_secs(30),

@@ -308,7 +308,7 @@ async fn complete(
     }
     let fault = state.fault(leg);
     if let Some(Fault::Status(status)) = fault {
-        return Ok(json_answer(status, &error(status, "scripted")));
+        return Ok(json_answer(status, &error(status, &state.fault_message("scripted"))));
     }
     let running = Running::new(&state, leg);
     match task {

@@ -70,6 +70,12 @@ impl State {
         }
     }
 
+    /// Returns the message of a fault, with names that no client of a router may see.
+    pub(crate) fn fault_message(&self, what: &str) -> String {
+        let (engine, port) = (&self.engine, self.port);
+        format!("{what}: engine {engine}, http://127.0.0.1:{port}/v1, 127.0.0.1:{port}")
+    }
+
     /// Returns a request's id in the engine: the client's id and a suffix of eight characters.
     pub(crate) fn internal_id(&self, outer: &str) -> String {
         let count = self.ids.fetch_add(1, Ordering::Relaxed);

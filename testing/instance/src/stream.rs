@@ -106,7 +106,7 @@ impl Work {
         let cache = match fetch(source, Duration::from_millis(state.settings.handshake_ms)).await {
             Fetched::Cache(cache) => cache,
             Fetched::Stale => 0xdead_beef, // the blocks' unknown new content
-            Fetched::Unreachable(_) => return Err("Internal server error".to_owned()),
+            Fetched::Unreachable(_) => return Err(state.fault_message("Internal server error")),
         };
         if cache != own(0) {
             state.violation(
@@ -165,7 +165,7 @@ impl Work {
         if self.source.is_none() {
             writer.pause(delays.prefill_ms).await?;
         }
-        self.fail(writer, 0).await?;
+        self.fail(state, writer, 0).await?;
         for index in (0..caches.len() as u64).filter(|_| asked.chat) {
             writer.event(&asked.first_chunk(id, index)).await?;
         }
@@ -179,7 +179,7 @@ impl Work {
         for token in 0..asked.max_tokens {
             writer.pause(delays.token_ms).await?;
             if token > 0 {
-                self.fail(writer, token).await?;
+                self.fail(state, writer, token).await?;
             }
             let last = token + 1 == asked.max_tokens;
             let params = if last { self.kept(state, &caches) } else { Value::Null };
@@ -197,13 +197,14 @@ impl Work {
     }
 
     /// Fails if a fault is due before this token.
-    async fn fail(&self, writer: &BodyWriter, token: u64) -> Result<(), Ended> {
+    async fn fail(&self, state: &State, writer: &BodyWriter, token: u64) -> Result<(), Ended> {
         let is_due = |after: u32| u64::from(after) == token;
         match self.fault {
             Some(Fault::HangAfter(after)) if is_due(after) => Err(writer.hang().await),
             Some(Fault::CloseAfter(after)) if is_due(after) => Err(writer.break_off().await),
             Some(Fault::ErrorAfter(after)) if is_due(after) => {
-                writer.event(&error(500, "Internal server error")).await?;
+                let message = state.fault_message("Internal server error");
+                writer.event(&error(500, &message)).await?;
                 writer.write("data: [DONE]\n\n").await?;
                 Err(Ended)
             }

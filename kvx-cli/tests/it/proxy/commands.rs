@@ -173,20 +173,42 @@ pub(crate) async fn compare_distinguishes_equal_endpoints_from_others() {
 }
 
 /// Starts an endpoint below a base path that answers each prompt with its length, except for the
-/// length `odd`. Returns its URL, including the base. It ends with this program.
+/// length `odd`.
 fn endpoint(base: &'static str, odd: Option<usize>) -> String {
+    endpoint_that(base, move |asked| (200, answer_of(asked, odd)))
+}
+
+fn answer_of(asked: &Value, odd: Option<usize>) -> Value {
+    let tokens = asked["prompt"].as_array().map(Vec::len);
+    let text = match &asked["prompt"] {
+        _ if tokens.is_some() && tokens == odd => "another".to_owned(),
+        prompt => prompt.to_string().len().to_string(),
+    };
+    json!({"choices": [{"text": text}]})
+}
+
+/// Starts an endpoint below a base path that answers completions in this way. Returns its URL,
+/// including the base. It ends with this program.
+fn endpoint_that(
+    base: &'static str,
+    said: impl Fn(&Value) -> (u16, Value) + Send + 'static,
+) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::spawn(move || {
         for stream in listener.incoming().map_while(Result::ok) {
             // An error: the client has disconnected.
-            let _ = answer(&stream, base, odd);
+            let _ = answer(&stream, base, &said);
         }
     });
     format!("http://{address}{base}")
 }
 
-fn answer(mut stream: &TcpStream, base: &str, odd: Option<usize>) -> std::io::Result<()> {
+fn answer(
+    mut stream: &TcpStream,
+    base: &str,
+    said: &impl Fn(&Value) -> (u16, Value),
+) -> std::io::Result<()> {
     stream.set_read_timeout(Some(CUT_OFF))?;
     let mut reader = BufReader::new(stream);
     let (mut head, mut length) = (String::new(), 0);
@@ -199,16 +221,9 @@ fn answer(mut stream: &TcpStream, base: &str, odd: Option<usize>) -> std::io::Re
     let mut body = vec![0; length];
     reader.read_exact(&mut body)?;
     let asked: Value = serde_json::from_slice(&body).unwrap_or_default();
-    let tokens = asked["prompt"].as_array().map(Vec::len);
-    let text = match &asked["prompt"] {
-        _ if tokens.is_some() && tokens == odd => "another".to_owned(),
-        prompt => prompt.to_string().len().to_string(),
-    };
     let (status, said) = match head.split(' ').nth(1).and_then(|path| path.strip_prefix(base)) {
         Some("/v1/models") => (200, json!({"data": [{"id": "m"}]})),
-        Some("/v1/completions") if asked["model"] == "m" => {
-            (200, json!({"choices": [{"text": text}]}))
-        }
+        Some("/v1/completions") if asked["model"] == "m" => said(&asked),
         _ => (404, json!({"error": {"message": head}})),
     };
     let said = said.to_string();
@@ -249,4 +264,68 @@ pub(crate) async fn compare_exits_1_on_another_text_and_0_on_the_same() {
             said(&output)
         );
     }
+}
+
+/// Runs `kvx proxy --compare`, and returns its exit status and its output.
+fn compared(one: &str, other: &str) -> (Option<i32>, String) {
+    let output = kvx_proxy(&["--compare", one, other]);
+    (output.status.code(), said(&output))
+}
+
+pub(crate) async fn compare_uses_token_ids_where_both_endpoints_return_them() {
+    let with_ids = |ids: Value| {
+        endpoint_that("", move |asked| {
+            let mut answer = answer_of(asked, None);
+            if asked["return_token_ids"] == true {
+                answer["choices"][0]["token_ids"] = ids.clone();
+            }
+            (200, answer)
+        })
+    };
+    let (one, same) = (with_ids(json!([1, 2, 3])), with_ids(json!([1, 2, 3])));
+    let (status, said) = compared(&one, &same);
+    assert!(said.contains("25 prompts, the same answers, 25 compared by token ids"), "{said}");
+    assert_eq!(status, Some(0));
+    // The texts are equal.
+    let (status, said) = compared(&one, &with_ids(json!([1, 2, 4])));
+    assert!(said.contains("the token ids differ from token 3 on"), "{said}");
+    assert_eq!(status, Some(1), "{said}");
+    // An endpoint that returns none, or rejects the request for them, is compared by text.
+    let strict = endpoint_that("", |asked| match asked["return_token_ids"].is_null() {
+        true => (200, answer_of(asked, None)),
+        false => (400, json!({"error": {"message": "return_token_ids: unknown"}})),
+    });
+    for other in [endpoint("", None), strict] {
+        let (status, said) = compared(&one, &other);
+        assert!(said.contains("25 prompts, the same answers\n"), "{said}");
+        assert_eq!(status, Some(0), "{said}");
+    }
+}
+
+pub(crate) async fn compare_counts_equal_errors_as_equal_and_says_so() {
+    // Rejects the prompt of 2,000 token ids.
+    let short = |message: &'static str| {
+        endpoint_that("", move |asked| match asked["prompt"].as_array().map(Vec::len) {
+            Some(2000) => (400, json!({"error": {"message": message}})),
+            _ => (200, answer_of(asked, None)),
+        })
+    };
+    let (one, same) = (short("too long"), short("too long"));
+    let (status, said) = compared(&one, &same);
+    assert!(said.contains("same error \"2000 token ids\": status 400: too long\n"), "{said}");
+    assert!(said.contains("25 prompts, the same answers, 1 of them the same error"), "{said}");
+    assert_eq!(status, Some(0), "{said}");
+    for other in [short("much too long"), endpoint("", None)] {
+        let (status, said) = compared(&one, &other);
+        assert!(said.contains("DIFFERENT  \"2000 token ids\""), "{said}");
+        assert_eq!(status, Some(1), "{said}");
+    }
+    // Nothing is shown if no prompt is answered, or no endpoint is there.
+    let broken = || endpoint_that("", |_| (500, json!({"error": {"message": "broken"}})));
+    let (status, said) = compared(&broken(), &broken());
+    assert!(said.contains("answered every prompt with the same error"), "{said}");
+    assert_eq!(status, Some(1), "{said}");
+    let output =
+        kvx_proxy(&["--compare", "http://127.0.0.1:1", "http://127.0.0.1:1", "--model", "m"]);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
 }

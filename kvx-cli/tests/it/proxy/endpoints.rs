@@ -81,7 +81,20 @@ pub(crate) async fn health_and_readiness_are_reported() {
     let toy = Call::get(fleet.port(), "/healthcheck").send().await.json();
     assert_eq!(toy, json!({"status": "ok", "prefill_instances": 2, "decode_instances": 1}));
     fleet.decode[0].health(Some(503));
-    fleet.proxy.wait_until("/ready", "no decode instance is up", |status, _| status == 503).await;
+    let ready =
+        fleet.proxy.wait_until("/ready", "no decode instance is up", |status, _| status == 503);
+    ready.await;
+    let ready = Call::get(fleet.port(), "/ready").send().await.json();
+    let decode = "no decode instance is up in pool default";
+    let missing = json!([{"pool": "default", "missing": ["decode"]}]);
+    assert_eq!(ready, json!({"ready": false, "why": decode, "missing": missing}));
+    for path in [COMPLETIONS, "/v1/embeddings"] {
+        let body = completion("no decode instance", 2);
+        let answer = Call::post(fleet.port(), path, &body).send().await;
+        assert_eq!((answer.status, answer.header("retry-after")), (503, "1"), "{path}");
+        let message = answer.json()["error"]["message"].to_string();
+        assert!(message.contains("no decode instance for this model is up in pool default"));
+    }
     fleet.decode[0].health(Some(200));
     fleet.proxy.wait_until("/ready", "it is up again", |status, _| status == 200).await;
     fleet.prefill[0].health(Some(503));

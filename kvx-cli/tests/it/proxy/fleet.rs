@@ -135,6 +135,18 @@ impl Proxy {
         }
     }
 
+    /// Waits for the line of the access log that contains `part`.
+    pub(crate) async fn log_line(&self, part: &str) -> String {
+        let end = Instant::now() + CUT_OFF;
+        loop {
+            if let Some(line) = self.output().lines().find(|line| line.contains(part)) {
+                return line.to_owned();
+            }
+            assert!(Instant::now() < end, "{part} is not logged: {}", self.output());
+            tokio::time::sleep(Duration::from_millis(5)).await; // between polls
+        }
+    }
+
     /// Returns the sum of a metric's lines that contain `part`.
     pub(crate) async fn metric(&self, name: &str, part: &str) -> f64 {
         let text = Call::get(self.port, "/metrics").send().await.text();

@@ -10,6 +10,9 @@ mod clients;
 pub(crate) mod commands;
 mod crowd;
 mod endpoints;
+mod errors;
+mod explain;
+mod fallback;
 mod faults;
 pub(crate) mod fleet;
 mod instances;
@@ -108,7 +111,14 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             the_command_line_of_toy_proxy_server_works_unchanged,
             the_command_line_of_mooncake_connector_proxy_works_unchanged,
             check_explains_a_configuration_and_its_errors,
-            compare_distinguishes_equal_endpoints_from_others, compare_exits_1_on_another_text_and_0_on_the_same;
+            compare_distinguishes_equal_endpoints_from_others, compare_exits_1_on_another_text_and_0_on_the_same,
+            compare_uses_token_ids_where_both_endpoints_return_them,
+            compare_counts_equal_errors_as_equal_and_says_so;
+        errors: name_no_instance_but_the_log_and_the_status_do;
+        explain: says_where_a_request_goes_and_why, needs_the_key;
+        fallback:
+            is_off_by_default_and_503_names_the_missing_side, lets_decodes_compute_prompts_and_says_so,
+            has_a_cap;
         check: reports_recipes_and_warnings;
         signals:
             hangup_reloads_the_file, hangup_reloads_the_keys,

@@ -23,7 +23,8 @@ pub(crate) async fn status_and_content_type_of_the_instance_reach_the_client() {
         let answer =
             Call::post(fleet.port(), COMPLETIONS, &streamed("status, status", 3)).send().await;
         assert_eq!((answer.status, answer.header("content-type")), (status, "application/json"));
-        assert_eq!(answer.json()["error"]["message"], "scripted");
+        let message = "scripted: engine <hidden>, <hidden>, <hidden>";
+        assert_eq!(answer.json()["error"]["message"], message);
         fleet.prefill[0].script(Script {
             leg: Some(Leg::Prefill),
             times: 1,

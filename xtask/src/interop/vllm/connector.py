@@ -174,8 +174,8 @@ def through_router():
         open(router.log, "w").close()
         with Fleet(router):
             texts = 0
-            for number, more in enumerate([{}, {"logprobs": 3}, {"stop": ["w1", "w7"], "ignore_eos": False}, {"n": 2}]):
-                body = dict(model=router.model, prompt=prompts(50 + number, (300,))[0], max_tokens=20, temperature=0, **more)
+            for number, more in enumerate([{}, {"logprobs": 3}, {"stop": ["w1", "w7"], "ignore_eos": False}, {"n": 2, "temperature": 0.5, "seed": 7}]):
+                body = dict(model=router.model, prompt=prompts(50 + number, (300,))[0], max_tokens=20, **{"temperature": 0, **more})
                 status, answer = router.ask("POST", "/v1/completions", body)
                 plain, alone = prefill.ask("POST", "/v1/completions", body | {"cache_salt": "alone"})
                 if not check(plain == 200, f"router: {more} at one server is {plain}: {alone[:300]}"):

@@ -149,7 +149,8 @@ def times(count=20):
                stock("prefill", "kv_producer"), stock("decode", "kv_consumer")) as servers:
         taken = {"KvxConnector": [], "NixlConnector": []}
         for number in range(count + 2):
-            for name, (prefill, decode) in zip(taken, (servers[:2], servers[2:])):
+            turns = list(zip(taken, (servers[:2], servers[2:])))
+            for name, (prefill, decode) in turns[:: -1 if number % 2 else 1]:  # none always comes after the other
                 prompt = prompts(1000 + number, (900,))[0]
                 started = time.time()
                 status, params = prefill.prefill(prompt)

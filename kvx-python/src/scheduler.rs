@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvx::ErrorKind;
-use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::config::{KvTransferConfig, Role, Surroundings};
 use kvx::connector::{
     Allocation, Arrival, BlockLists, CompatibilityFactors, CompatibilityHash, Connector, Ending,
     Group, LoadFailure, Outcome, Rank, RequestId, Status, TransferParams, WorkerRank,
@@ -28,6 +28,9 @@ const TO_END: Duration = Duration::from_secs(3);
 /// The longest wait of the reporting thread before it looks whether the connector has ended.
 const PAUSE: Duration = Duration::from_millis(200);
 
+/// The longest `kv_transfer_params`, as JSON: the blocks of prompts of millions of tokens.
+const MAX_PARAMS: usize = 4 << 20;
+
 /// The half next to vLLM's scheduler. Its methods have the names of vLLM's.
 #[pyclass(frozen, module = "kvx._kvx")]
 pub(crate) struct Scheduler {
@@ -35,9 +38,12 @@ pub(crate) struct Scheduler {
     ranks: Vec<Rank>,
     socket: PathBuf,
     process: Process,
+    /// False with the role `kv_producer`.
+    may_load: bool,
     state: Arc<Mutex<State>>,
 }
 
+#[derive(Default)]
 struct State {
     reports: StepReports,
     /// The tokens that each request had when it asked for more.
@@ -46,6 +52,8 @@ struct State {
     stale: usize,
     /// The number of loads with corrupt blocks since then.
     corrupt: usize,
+    /// Why a worker cannot report any more.
+    failed: Option<String>,
     /// True if the connector was shut down.
     ends: bool,
 }
@@ -77,12 +85,9 @@ impl Scheduler {
         params: Option<&str>,
     ) -> PyResult<()> {
         self.process.check()?;
+        let params = params.map(|params| self.read(request, params)).transpose();
         let request = RequestId::from(request);
-        let params = params.map(|params| {
-            let params = serde_json::from_str(params).map_err(|error| error.to_string())?;
-            TransferParams::from_value(&params).map_err(|error| error.to_string())
-        });
-        let noted = params.transpose().and_then(|params| {
+        let noted = params.and_then(|params| {
             let params = params.as_ref();
             let arrival = Arrival { request: &request, prompt_tokens, params, deadline: None };
             self.connector.on_new_request(arrival).map_err(|why| why.to_string())
@@ -118,7 +123,7 @@ impl Scheduler {
         let mut state = self.state();
         let computed = state.computed.get(&request).copied().unwrap_or_default();
         if external > 0 {
-            state.reports.expect(&request, &fill);
+            state.reports.expect(&request);
         }
         let ordered = self
             .connector
@@ -136,6 +141,11 @@ impl Scheduler {
         self.connector.step();
         self.ranks.iter().for_each(Rank::start_load_kv);
         let mut state = self.state();
+        if let Some(why) = &state.failed {
+            return Err(PyRuntimeError::new_err(format!(
+                "KvxConnector has lost a worker, so that it can move no blocks: {why}; restart this vLLM"
+            )));
+        }
         take_outcomes(&self.connector, &mut state);
         Ok(PyBytes::new(py, &state.reports.take().encode()))
     }
@@ -181,7 +191,8 @@ impl Scheduler {
 
     /// Returns what vLLM's `NixlKVConnectorStats` has in its lists, and the numbers of loads that
     /// failed because their blocks were stale or corrupt.
-    fn get_kv_connector_stats(&self) -> BTreeMap<&'static str, Vec<f64>> {
+    fn get_kv_connector_stats(&self) -> PyResult<BTreeMap<&'static str, Vec<f64>>> {
+        self.process.check()?;
         let state = &mut *self.state();
         let mut stats = stats::take();
         for (list, count) in
@@ -191,7 +202,7 @@ impl Scheduler {
                 stats.insert(list, vec![1.0; std::mem::take(count)]);
             }
         }
-        stats
+        Ok(stats)
     }
 
     /// Ends the connector: loads fail and peers are refused.
@@ -210,6 +221,29 @@ impl Scheduler {
 }
 
 impl Scheduler {
+    /// Reads the parameters of a client. Errors: why they are not used.
+    fn read(&self, request: &str, params: &str) -> Result<TransferParams, String> {
+        let most = StepReports::MAX_NAME;
+        if request.len() > most || params.len() > MAX_PARAMS {
+            return Err(format!(
+                "the request's id may have {most} bytes, and its parameters {MAX_PARAMS}"
+            ));
+        }
+        let params = serde_json::from_str(params).map_err(|error| error.to_string())?;
+        let params = TransferParams::from_value(&params).map_err(|error| error.to_string())?;
+        if params.remote_request_id.as_ref().is_some_and(|id| id.len() > most) {
+            return Err(format!("remote_request_id may have {most} bytes"));
+        }
+        // vLLM keeps blocks from a step that still writes to them only in engines that load.
+        let loads = params.do_remote_prefill || params.remote_block_ids.is_some();
+        if loads && !self.may_load {
+            return Err("this engine's kv_role is kv_producer, so it loads nothing: send decodes \
+                        to another engine, or set kv_role to kv_both"
+                .to_owned());
+        }
+        Ok(params)
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
@@ -246,13 +280,15 @@ fn report(connector: &Connector, ranks: &[Rank], state: &Mutex<State>) {
         }
         let mut state = lock(state);
         take_outcomes(connector, &mut state);
-        let report = state.reports.take();
-        let note = report.encode();
-        if !note.is_empty() {
-            for rank in ranks {
-                if let Err(why) = rank.note(&note) {
-                    tracing::warn!("a worker cannot report to vLLM: {why}");
-                }
+        loop {
+            let note = state.reports.take().encode();
+            if note.is_empty() {
+                break;
+            }
+            if let Some(why) = ranks.iter().find_map(|rank| rank.note(&note).err()) {
+                tracing::warn!("a worker cannot report to vLLM: {why}");
+                state.failed.get_or_insert(why.to_string());
+                return;
             }
         }
     }
@@ -319,7 +355,7 @@ impl Engine {
         }
         factors.further = self.factors;
         let (tp, pp, dcp) = self.workers;
-        let groups = self.groups.len();
+        let may_load = config.kv_role() != Some(Role::Producer);
         let connector = Connector::builder(&config, kvx::registry(), factors)
             .compatibility_hash(CompatibilityHash::foreign(self.hash))
             .groups(self.groups)
@@ -336,14 +372,12 @@ impl Engine {
             std::fs::remove_file(&socket).ok();
             return Err(error);
         }
-        let reports = StepReports::new(groups);
-        let state = State { reports, computed: HashMap::new(), stale: 0, corrupt: 0, ends: false };
-        let state = Arc::new(Mutex::new(state));
+        let state = Arc::new(Mutex::new(State::default()));
         let shared = (connector.clone(), ranks.clone(), Arc::clone(&state));
         let reports = move || report(&shared.0, &shared.1, &shared.2);
         std::thread::Builder::new().name("kvx-reports".into()).spawn(reports).map_err(|error| {
             ErrorKind::Native.because(format!("cannot start a thread: {error}"))
         })?;
-        Ok(Scheduler { connector, ranks, socket, process: Process::current(), state })
+        Ok(Scheduler { connector, ranks, socket, process: Process::current(), may_load, state })
     }
 }

@@ -13,14 +13,16 @@ const LONGEST: usize = 107;
 /// halves call it, in whatever order.
 pub(crate) fn path(name: &str) -> Result<PathBuf> {
     let user = rustix::process::geteuid().as_raw();
-    let folder = match std::env::var_os("XDG_RUNTIME_DIR") {
-        Some(runtime) if Path::new(&runtime).is_dir() => Path::new(&runtime).join("kvx"),
-        _ => std::env::temp_dir().join(format!("kvx-{user}")),
+    let (folder, variable) = match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(runtime) if Path::new(&runtime).is_dir() => {
+            (Path::new(&runtime).join("kvx"), "XDG_RUNTIME_DIR")
+        }
+        _ => (std::env::temp_dir().join(format!("kvx-{user}")), "TMPDIR"),
     };
     let shown = folder.display();
     if folder.as_os_str().len() + 1 + name.len() > LONGEST {
         return Err(ErrorKind::Invalid.because(format!(
-            "the folder {shown} has a name that is too long for the workers' socket: set TMPDIR to \
+            "the folder {shown} has a name that is too long for the workers' socket: set {variable} to \
              another folder"
         )));
     }
@@ -29,7 +31,7 @@ pub(crate) fn path(name: &str) -> Result<PathBuf> {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
         Err(error) => {
             return Err(ErrorKind::Native.because(format!(
-                "cannot create the folder {shown} for the workers' socket: {error}; set TMPDIR to \
+                "cannot create the folder {shown} for the workers' socket: {error}; set {variable} to \
                  another folder"
             )));
         }
@@ -39,7 +41,7 @@ pub(crate) fn path(name: &str) -> Result<PathBuf> {
     if !is_private {
         return Err(ErrorKind::PermissionDenied.because(format!(
             "the folder {shown} belongs to another user or lets others in: remove it, or set \
-             TMPDIR to another folder"
+             {variable} to another folder"
         )));
     }
     Ok(folder.join(name))

@@ -164,12 +164,21 @@ impl Worker {
     }
 
     /// Returns the requests whose blocks were sent, whose load has ended, and those of the latter
-    /// whose load has failed as a whole.
+    /// whose load has failed.
     fn get_transfer_results(&self) -> PyResult<(Vec<String>, Vec<String>, Vec<String>)> {
         self.process.check()?;
         let notes = match &*self.membership() {
             Membership::Ended(Some(error)) => return Err(python_error(error)),
-            Membership::Joined(joined) => joined.notes(),
+            Membership::Joined(joined) => {
+                if let Some(ended) = joined.ended_blocking(Duration::ZERO) {
+                    let why =
+                        ended.err().map_or_else(|| "it has ended".into(), |why| why.to_string());
+                    return Err(PyRuntimeError::new_err(format!(
+                        "this worker has lost its scheduler: {why}; restart this vLLM"
+                    )));
+                }
+                joined.notes()
+            }
             Membership::Joining | Membership::Ended(None) => Vec::new(),
         };
         notes.iter().try_for_each(|note| self.take(note))?;
@@ -179,11 +188,6 @@ impl Worker {
         };
         let sent = names(&mut reported.sent);
         Ok((sent, names(&mut reported.received), names(&mut reported.failed)))
-    }
-
-    /// Returns the blocks without valid contents among those of loads that have ended.
-    fn get_block_ids_with_load_errors(&self) -> Vec<u32> {
-        std::mem::take(&mut self.reported().invalid)
     }
 
     /// Leaves the scheduler. Nothing touches the memory afterwards.
@@ -204,11 +208,7 @@ impl Worker {
 impl Worker {
     fn take(&self, report: &[u8]) -> PyResult<()> {
         let report = StepReport::decode(report).map_err(|error| python_error(&error))?;
-        let mut reported = self.reported();
-        reported.sent.extend(report.sent);
-        reported.received.extend(report.received);
-        reported.failed.extend(report.failed);
-        reported.invalid.extend(report.invalid);
+        self.reported().append(report);
         Ok(())
     }
 

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 logger = init_logger(__name__)
@@ -39,7 +40,7 @@ class KvxMetadata(KVConnectorMetadata):
 
 
 class KvxHandshake(KVConnectorHandshakeMetadata):
-    """What a worker tells the scheduler's half before it starts."""
+    """A worker's data for the start of the scheduler's half."""
 
     def __init__(self, factors, digest):
         self.factors, self.digest = factors, digest
@@ -87,18 +88,15 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
+        _check(vllm_config)
         from kvx import _kvx
 
         self._config, self._cache = vllm_config, kv_cache_config
-        self._scheduler, self._worker, self._pool = None, None, None
+        self._half, self._worker, self._pool = None, None, None
         if role == KVConnectorRole.WORKER:
             tp, pp = get_tensor_model_parallel_rank(), get_pp_group().rank_in_group
             self._worker = _kvx.Worker(_socket(vllm_config), tp, pp)
             self._factors, self._digest = None, None
-
-    @property
-    def supports_divergent_local_hybrid_hits(self):
-        return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config):
@@ -113,13 +111,19 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In the scheduler's process.
 
+    @property
+    def _scheduler(self):
+        if self._half is None:
+            raise RuntimeError("KvxConnector has no data of the workers: it does not work inside MultiConnector")
+        return self._half
+
     def set_xfer_handshake_metadata_pp_aware(self, metadata):
         from kvx import _kvx
 
         handshakes = list(metadata.values())
         if len({handshake.digest for handshake in handshakes}) != 1:
             raise ValueError(f"the workers of this engine have different models: {[h.factors for h in handshakes]}")
-        self._scheduler = _kvx.Scheduler(_engine(self._config, self._cache, handshakes[0]))
+        self._half = _kvx.Scheduler(_engine(self._config, self._cache, handshakes[0]))
         host, port = self._scheduler.address()
         logger.info("KvxConnector: peers reach this engine at %s:%d", host, port)
 
@@ -155,7 +159,7 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         return delay_free, params and json.loads(params)
 
     def get_kv_connector_stats(self):
-        taken = self._scheduler and self._scheduler.get_kv_connector_stats()
+        taken = self._half and self._half.get_kv_connector_stats()
         return KvxStats(data={**KvxStats().data, **taken}) if taken else None
 
     @classmethod
@@ -209,11 +213,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
         sent, received, failed = (set(names) for names in self._worker.get_transfer_results())
         return KVConnectorTransferResults(sent, received, failed)
 
-    def get_block_ids_with_load_errors(self):
-        return set(self._worker.get_block_ids_with_load_errors())
-
     def shutdown(self):
-        for half in [self._worker, self._scheduler]:
+        for half in [self._worker, self._half]:
             if half is not None:
                 half.shutdown()
 
@@ -260,6 +261,8 @@ class _Caches:
     def described(self):
         first = next(iter(self.tensors.values()))
         storage, device = first.untyped_storage(), first.device
+        if len({cache.shape[2] for cache in self.tensors.values()}) > 1:
+            raise ValueError("KvxConnector needs blocks of equally many tokens in all layers")
         if any(cache.untyped_storage().data_ptr() != storage.data_ptr() for cache in self.tensors.values()):
             raise ValueError("KvxConnector needs the KV cache in one allocation")
         tokens = first.shape[2]
@@ -285,8 +288,20 @@ class _Caches:
         }
 
 
+def _check(vllm_config):
+    """Refuses what KvxConnector does not support."""
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "nnodes", 1) > 1 or parallel.distributed_executor_backend == "ray":
+        raise ValueError("KvxConnector needs all workers of an engine on one host, without Ray")
+    if parallel.prefill_context_parallel_size > 1:
+        raise ValueError("KvxConnector does not support prefill_context_parallel_size")
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    if extra.get("bidirectional_kv_xfer") and vllm_config.kv_transfer_config.kv_role != "kv_both":
+        raise ValueError('KvxConnector needs "kv_role": "kv_both" for bidirectional_kv_xfer')
+
+
 def _text(params):
-    """Writes what a client has sent as JSON, or as text that is none."""
+    """Writes the parameters of a client as JSON, or as text that is not JSON."""
     try:
         return json.dumps(params)
     except (RecursionError, TypeError, ValueError):
@@ -331,7 +346,7 @@ def _engine(vllm_config, kv_cache_config, handshake):
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     rank = parallel.data_parallel_index
     extra = {"kv_compat": ".".join(VLLM_VERSION.split(".")[:2]), **(transfer.kv_connector_extra_config or {})}
-    windows = [getattr(group.kv_cache_spec, "sliding_window", None) for group in kv_cache_config.transfer_groups]
+    windows = [get_kv_cache_spec_sliding_window(group.kv_cache_spec) for group in kv_cache_config.transfer_groups]
     return json.dumps({
         "config": {
             "kv_connector": "NixlConnector",

@@ -31,7 +31,7 @@ def free_port():
 class Engine:
     """The halves of an engine, and a step loop."""
 
-    def __init__(self, name, port=None, shared=True, **extra):
+    def __init__(self, name, port=None, shared=True, role="kv_both", **extra):
         self.port = port or free_port()
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self.port)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
@@ -48,11 +48,11 @@ class Engine:
                                        device=None)
         extra = {"kv_compat": "0.32", "backends": ["SHM", "TCP"], **extra}
         self.scheduler = _kvx.Scheduler(json.dumps({
-            "config": {"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": name,
+            "config": {"kv_connector": "NixlConnector", "kv_role": role, "engine_id": name,
                        "kv_connector_extra_config": extra},
             "model": "a test", "factors": {}, "hash": "equal", "groups": [None], "tp": 1, "pp": 1, "dcp": 1,
             "data_parallel": 0, "block_size": TOKENS, "socket": channel}))
-        self.sent, self.received, self.failed, self.invalid = [], [], [], []
+        self.sent, self.received, self.failed = [], [], []
 
     def step(self):
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta())
@@ -60,12 +60,11 @@ class Engine:
         self.sent += sent
         self.received += received
         self.failed += failed
-        self.invalid += self.worker.get_block_ids_with_load_errors()
 
     def until(self, ended, limit=LIMIT):
         end = time.monotonic() + limit
         while not ended():
-            assert time.monotonic() < end, (self.sent, self.received, self.failed, self.invalid)
+            assert time.monotonic() < end, (self.sent, self.received, self.failed)
             self.step()
             time.sleep(0.001)
 
@@ -105,7 +104,7 @@ def a_prompt_moves_between_two_engines(shared=True):
     params = prefill.prefill("p", [7, 3, 5], 40)
     decode.load("d", params, [9, 8], 40, computed=16)
     decode.until(lambda: decode.received)
-    assert (decode.received, decode.failed, decode.invalid) == (["d"], [], [])
+    assert (decode.received, decode.failed) == (["d"], [])
     assert decode.bytes(9) == prefill.bytes(3) and decode.bytes(8) == prefill.bytes(5)
     # The second call for an admitted request, and its end.
     decode.scheduler.update_state_after_alloc("d", [], 0)
@@ -131,7 +130,7 @@ def parameters_that_were_used_fail_the_second_load():
     prefill.compute(7, 99)  # the block has other contents by now
     decode.load("second", params, [2], 16)
     decode.until(lambda: len(decode.received) == 2)
-    assert decode.received == ["first", "second"] and decode.invalid == [2], decode.invalid
+    assert decode.received == ["first", "second"] and decode.failed == ["second"], decode.failed
     prefill.end()
     decode.end()
 
@@ -147,7 +146,7 @@ def an_expired_lease_fails_the_load_and_never_fills_blocks():
     prefill.compute(8, 98)
     decode.load("late", params, [4, 5], 32)
     decode.until(lambda: len(decode.received) == 2)
-    assert decode.invalid == [4, 5], decode.invalid
+    assert decode.failed == ["late"], decode.failed
     prefill.end()
     decode.end()
 
@@ -180,6 +179,9 @@ def parameters_of_the_wrong_form_are_not_used():
     decode = Engine("decode")
     wrong = ['{"do_remote_prefill": 1}', '{"do_remote_prefill": true}', '[]', '{}', '"text"',
              '{"do_remote_prefill": true, "remote_block_ids": [["a"]]}', '{', '{"x": NaN}', '{"x": "\\ud800"}',
+             json.dumps({"do_remote_prefill": True, "x": 5_000_000 * "y"}),
+             json.dumps({"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e", "remote_host": "127.0.0.1",
+                         "remote_port": 1, "tp_size": 1, "remote_num_tokens": 16, "remote_request_id": 2000 * "y"}),
              '{"x": ' + 10_000 * '[' + 10_000 * ']' + '}', '{"remote_port": 1' + 400 * '0' + '}']
     for number, params in enumerate(wrong):
         request = f"r{number}"
@@ -189,7 +191,7 @@ def parameters_of_the_wrong_form_are_not_used():
         decode.step()
         decode.scheduler.request_finished(request, "FINISHED_STOPPED", [[1]], 16)
     decode.step()
-    assert not (decode.received or decode.sent or decode.invalid)
+    assert not (decode.received or decode.sent or decode.failed)
     decode.end()
 
 
@@ -203,11 +205,11 @@ def a_restarted_prefill_with_the_same_name_is_not_taken_for_the_old_one():
     prefill.compute(7, 99)
     decode.load("late", params, [4], 16)
     decode.until(lambda: len(decode.received) == 2)
-    assert decode.invalid == [4], decode.invalid
+    assert decode.failed == ["late"], decode.failed
     # Blocks of the new one are loaded.
     decode.load("next", prefill.prefill("n", [2], 16), [5], 16)
     decode.until(lambda: len(decode.received) == 3)
-    assert decode.invalid == [4] and decode.bytes(5) == prefill.bytes(2)
+    assert decode.failed == ["late"] and decode.bytes(5) == prefill.bytes(2)
     prefill.end()
     decode.end()
 
@@ -231,6 +233,45 @@ def a_forked_child_and_reports_of_another_version_are_refused():
         except RuntimeError as error:
             assert "one version of kvx" in str(error), error
     engine.end()
+
+
+def a_lost_worker_fails_its_engine():
+    engine = Engine("engine", kv_lease_duration=1)
+    engine.prefill("p", [1], 16)
+    engine.worker.shutdown()
+    end = time.monotonic() + LIMIT
+    while True:
+        assert time.monotonic() < end
+        try:
+            engine.scheduler.build_connector_meta()
+        except RuntimeError as error:
+            assert "lost a worker" in str(error) and "restart this vLLM" in str(error), error
+            break
+        time.sleep(0.01)
+    engine.scheduler.shutdown()
+    # A worker whose scheduler ends without it.
+    engine = Engine("engine")
+    engine.scheduler.shutdown()
+    end = time.monotonic() + LIMIT
+    while True:
+        assert time.monotonic() < end
+        try:
+            engine.worker.get_transfer_results()
+        except RuntimeError as error:
+            assert "lost its scheduler" in str(error), error
+            break
+        time.sleep(0.01)
+    engine.worker.shutdown()
+
+
+def a_producer_loads_nothing():
+    prefill, producer = Engine("prefill"), Engine("producer", role="kv_producer")
+    params = prefill.prefill("p", [7], 16)
+    producer.scheduler.on_new_request("d", 16, params)
+    assert producer.scheduler.get_num_new_matched_tokens("d", 0) == (0, False)
+    assert producer.prefill("q", [1], 16), "it publishes"
+    prefill.end()
+    producer.end()
 
 
 globals()[sys.argv[1]]()

@@ -94,6 +94,16 @@ fn a_forked_child_and_reports_of_another_version_are_refused() {
 }
 
 #[test]
+fn a_lost_worker_fails_its_engine() {
+    python("a_lost_worker_fails_its_engine");
+}
+
+#[test]
+fn a_producer_loads_nothing() {
+    python("a_producer_loads_nothing");
+}
+
+#[test]
 fn adopted_memory_works_as_a_pool_does() {
     python("adopted_memory_works_as_a_pool_does");
 }

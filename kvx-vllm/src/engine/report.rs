@@ -1,8 +1,12 @@
 //! Outcomes in the terms of vLLM's `KVConnectorOutput`.
 //!
-//! After a failed load an engine keeps the blocks that a transfer may still write to. vLLM has no
-//! such state: a request waits for its load until one report, after which its blocks may be reused.
-//! So that report comes when the blocks are free.
+//! After a failed load an engine keeps the blocks that a transfer may still write to. In vLLM a
+//! request waits for its load until one report, after which its blocks may be reused. So that report
+//! comes when the blocks are free.
+//!
+//! A failed load is reported as a whole, never by its invalid blocks: with several KV cache groups
+//! vLLM accepts nothing else, and with sliding windows the tokens before the first invalid block may
+//! have no blocks.
 
 use std::collections::HashMap;
 
@@ -11,10 +15,13 @@ use serde_json::{Value, json};
 
 use super::scheduler::Outcome;
 use super::step::Kept;
-use crate::ids::{BlockLists, RequestId};
+use crate::ids::RequestId;
 
 /// The version of a report's encoding.
-const FORMAT: u64 = 1;
+const FORMAT: u64 = 2;
+/// The most requests in one report, whose names have at most [`MAX_NAME`](StepReports::MAX_NAME)
+/// bytes.
+const MOST: usize = 256;
 
 /// The report of each worker of a vLLM to its scheduler after a step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -23,16 +30,21 @@ pub struct StepReport {
     pub sent: Vec<RequestId>,
     /// `finished_recving`: requests whose load has ended.
     pub received: Vec<RequestId>,
-    /// `failed_recving`: those of `received` whose load has failed as a whole.
+    /// `failed_recving`: those of `received` whose load has failed.
     pub failed: Vec<RequestId>,
-    /// `invalid_block_ids`: blocks of `received` without valid contents.
-    pub invalid: Vec<u32>,
 }
 
 impl StepReport {
     /// Returns whether there is nothing to report.
     pub fn is_empty(&self) -> bool {
         self == &StepReport::default()
+    }
+
+    /// Adds another report after this one.
+    pub fn append(&mut self, other: StepReport) {
+        self.sent.extend(other.sent);
+        self.received.extend(other.received);
+        self.failed.extend(other.failed);
     }
 
     /// Encodes the report for a worker. An empty report has no bytes.
@@ -45,7 +57,6 @@ impl StepReport {
             "sent": names(&self.sent),
             "received": names(&self.received),
             "failed": names(&self.failed),
-            "invalid": self.invalid,
         });
         report.to_string().into_bytes()
     }
@@ -72,14 +83,11 @@ impl StepReport {
             let list = report[name].as_array()?.iter();
             list.map(|item| item.as_str().map(RequestId::from)).collect::<Option<Vec<_>>>()
         };
-        let number = |item: &Value| item.as_u64().and_then(|number| u32::try_from(number).ok());
         let report = || {
-            let invalid = report["invalid"].as_array()?.iter().map(number);
             Some(StepReport {
                 sent: names("sent")?,
                 received: names("received")?,
                 failed: names("failed")?,
-                invalid: invalid.collect::<Option<_>>()?,
             })
         };
         report().ok_or_else(other)
@@ -91,42 +99,32 @@ fn names(list: &[RequestId]) -> Vec<&str> {
 }
 
 /// A load that vLLM waits for.
-#[derive(Debug)]
-struct AwaitedLoad {
-    /// The blocks that it fills.
-    fill: Vec<u32>,
-    /// The blocks without valid contents, if the load has failed and a transfer may still write to
-    /// some of its blocks.
-    failed: Option<Vec<u32>>,
+#[derive(Debug, PartialEq)]
+enum AwaitedLoad {
+    Running,
+    /// The load has failed, and a transfer may still write to some of its blocks.
+    Failed,
 }
 
 /// Collects outcomes until the next report. Each load that vLLM waits for is reported once.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct StepReports {
-    /// True if a failed load is reported by its invalid blocks. With several KV cache groups vLLM
-    /// accepts only whole requests.
-    by_block: bool,
     loads: HashMap<RequestId, AwaitedLoad>,
     next: StepReport,
 }
 
 impl StepReports {
-    /// Creates reports for an engine with this number of KV cache groups.
-    pub fn new(groups: usize) -> Self {
-        StepReports { by_block: groups == 1, loads: HashMap::new(), next: StepReport::default() }
-    }
+    /// The longest name of a request, in bytes.
+    pub const MAX_NAME: usize = 1024;
 
-    /// Notes that vLLM waits for a load into these blocks.
-    pub fn expect(&mut self, request: &RequestId, fill: &BlockLists) {
-        let fill = fill.iter().collect();
-        self.loads.insert(request.clone(), AwaitedLoad { fill, failed: None });
+    /// Notes that vLLM waits for a load.
+    pub fn expect(&mut self, request: &RequestId) {
+        self.loads.insert(request.clone(), AwaitedLoad::Running);
     }
 
     /// Reports an expected load that could not be ordered as failed.
     pub fn refuse(&mut self, request: &RequestId) {
-        if let Some(load) = self.loads.remove(request) {
-            self.fail(request, load.fill);
-        }
+        self.end(request, true);
     }
 
     /// Notes an outcome. Returns false if vLLM gets no report of it: it then never reuses the
@@ -134,25 +132,14 @@ impl StepReports {
     #[must_use]
     pub fn note(&mut self, outcome: Outcome) -> bool {
         match outcome {
-            Outcome::Loaded { request, .. } => self.receive(request),
-            Outcome::Failed { request, invalid, held, .. } => {
-                let Some(mut load) = self.loads.remove(&request) else { return true }; // aborted
-                let invalid = if invalid.is_empty() { load.fill.clone() } else { invalid };
-                if held.is_empty() {
-                    self.fail(&request, invalid);
-                } else {
-                    load.failed = Some(invalid);
-                    self.loads.insert(request, load);
-                }
-            }
+            Outcome::Loaded { request, .. } => self.end(&request, false),
+            Outcome::Failed { request, held, .. } => match self.loads.get_mut(&request) {
+                Some(load) if !held.is_empty() => *load = AwaitedLoad::Failed,
+                _ => self.end(&request, true),
+            },
             Outcome::Free { request, kept: Kept::Load } => {
-                match self.loads.get_mut(&request).and_then(|load| load.failed.take()) {
-                    Some(invalid) => {
-                        self.loads.remove(&request);
-                        self.fail(&request, invalid);
-                    }
-                    None => self.receive(request),
-                }
+                let failed = self.loads.get(&request) == Some(&AwaitedLoad::Failed);
+                self.end(&request, failed);
             }
             Outcome::Free { request, kept: Kept::Request } => self.next.sent.push(request),
             Outcome::Lost { .. } => return false,
@@ -167,29 +154,33 @@ impl StepReports {
 
     /// Notes that a request has ended, and whether an outcome for its blocks follows.
     pub fn finish(&mut self, request: &RequestId, delay_free: bool) {
-        let waits = self.loads.get(request).is_some_and(|load| load.failed.is_none());
-        if waits && !delay_free {
-            self.receive(request.clone());
+        if self.loads.get(request) == Some(&AwaitedLoad::Running) && !delay_free {
+            self.end(request, false);
         }
     }
 
-    /// Takes the report of a step.
+    /// Takes a part of the report of a step, which is empty if nothing is left.
     pub fn take(&mut self) -> StepReport {
-        std::mem::take(&mut self.next)
+        let some = |list: &mut Vec<RequestId>| {
+            let rest = list.split_off(list.len().min(MOST));
+            std::mem::replace(list, rest)
+        };
+        let next = &mut self.next;
+        let (sent, received) = (some(&mut next.sent), some(&mut next.received));
+        // A failed load is reported with its end.
+        let (failed, rest) =
+            std::mem::take(&mut next.failed).into_iter().partition(|name| received.contains(name));
+        next.failed = rest;
+        StepReport { sent, received, failed }
     }
 
-    fn receive(&mut self, request: RequestId) {
-        if self.loads.remove(&request).is_some() {
-            self.next.received.push(request);
-        }
-    }
-
-    fn fail(&mut self, request: &RequestId, invalid: Vec<u32>) {
-        self.next.received.push(request.clone());
-        if self.by_block {
-            self.next.invalid.extend(invalid);
-        } else {
-            self.next.failed.push(request.clone());
+    /// Reports the end of a load, if vLLM waits for it.
+    fn end(&mut self, request: &RequestId, failed: bool) {
+        if self.loads.remove(request).is_some() {
+            self.next.received.push(request.clone());
+            if failed {
+                self.next.failed.push(request.clone());
+            }
         }
     }
 }
@@ -199,23 +190,22 @@ mod tests {
     use super::*;
     use crate::engine::failure::LoadFailure;
     use crate::engine::scheduler::Then;
+    use crate::ids::BlockLists;
 
-    fn failed(request: &str, invalid: &[u32], held: &[u32]) -> Outcome {
+    fn failed(request: &str, held: &[u32]) -> Outcome {
         let held = if held.is_empty() { BlockLists::default() } else { BlockLists::single(held) };
         Outcome::Failed {
             request: request.into(),
             failure: LoadFailure::Stale,
             then: Then::Fail,
-            invalid: invalid.to_vec(),
+            invalid: vec![4],
             held,
         }
     }
 
-    fn expecting(groups: usize, requests: &[&str]) -> StepReports {
-        let mut reports = StepReports::new(groups);
-        for request in requests {
-            reports.expect(&(*request).into(), &BlockLists::single([4, 5, 6]));
-        }
+    fn expecting(requests: &[&str]) -> StepReports {
+        let mut reports = StepReports::default();
+        requests.iter().for_each(|request| reports.expect(&(*request).into()));
         reports
     }
 
@@ -225,7 +215,6 @@ mod tests {
             sent: vec!["a".into()],
             received: vec!["b \"quoted\"".into(), "c".into()],
             failed: vec!["c".into()],
-            invalid: vec![0, u32::MAX],
         };
         assert_eq!(StepReport::decode(&report.encode()).unwrap(), report);
         assert!(StepReport::default().encode().is_empty());
@@ -233,8 +222,8 @@ mod tests {
         for wrong in [
             &b"x"[..],
             b"{}",
-            br#"{"format":2,"sent":[],"received":[],"failed":[],"invalid":[]}"#,
-            br#"{"format":1,"sent":[1],"received":[],"failed":[],"invalid":[]}"#,
+            br#"{"format":1,"sent":[],"received":[],"failed":[]}"#,
+            br#"{"format":2,"sent":[1],"received":[],"failed":[]}"#,
         ] {
             assert_eq!(StepReport::decode(wrong).unwrap_err().kind(), ErrorKind::Malformed);
         }
@@ -242,50 +231,40 @@ mod tests {
 
     #[test]
     fn each_load_is_reported_once() {
-        let mut reports = expecting(1, &["a"]);
+        let mut reports = expecting(&["a"]);
         assert!(reports.note(Outcome::Loaded { request: "a".into(), computed: 9 }));
         reports.finish(&"a".into(), false);
         assert!(reports.note(Outcome::Free { request: "a".into(), kept: Kept::Load }));
-        assert_eq!(names(&reports.take().received), ["a"]);
+        let report = reports.take();
+        assert_eq!((names(&report.received), report.failed.len()), (vec!["a"], 0));
         assert!(reports.take().is_empty());
-    }
-
-    #[test]
-    fn a_failed_load_names_blocks_or_with_several_groups_the_request() {
-        let mut reports = expecting(1, &["a", "b"]);
-        assert!(reports.note(failed("a", &[5, 6], &[])));
-        reports.refuse(&"b".into());
-        let report = reports.take();
-        assert_eq!(
-            (names(&report.received), report.invalid),
-            (vec!["a", "b"], vec![5, 6, 4, 5, 6])
-        );
-        assert!(report.failed.is_empty());
-        let mut reports = expecting(2, &["a"]);
-        assert!(reports.note(failed("a", &[], &[])));
-        let report = reports.take();
-        assert_eq!((names(&report.received), names(&report.failed)), (vec!["a"], vec!["a"]));
-        assert!(report.invalid.is_empty());
     }
 
     #[test]
     fn a_failed_load_is_reported_when_no_transfer_can_write_to_its_blocks() {
-        let mut reports = expecting(1, &["a", "b"]);
-        assert!(reports.note(failed("a", &[6], &[5, 6])));
-        assert!(reports.note(failed("b", &[6], &[6])));
+        let mut reports = expecting(&["at once", "unordered", "held", "aborted"]);
+        assert!(reports.note(failed("at once", &[])));
+        reports.refuse(&"unordered".into());
+        assert_eq!(names(&reports.take().failed), ["at once", "unordered"]);
+        for request in ["held", "aborted"] {
+            assert!(reports.note(failed(request, &[6])));
+        }
         // vLLM aborts one of them meanwhile.
-        reports.finish(&"b".into(), false);
+        reports.finish(&"aborted".into(), false);
         assert!(reports.take().is_empty());
-        for request in ["a", "b"] {
+        for request in ["held", "aborted"] {
             assert!(reports.note(Outcome::Free { request: request.into(), kept: Kept::Load }));
         }
         let report = reports.take();
-        assert_eq!((names(&report.received), report.invalid), (vec!["a", "b"], vec![6, 6]));
+        assert_eq!(
+            (names(&report.received), report.failed),
+            (vec!["held", "aborted"], report.received.clone())
+        );
     }
 
     #[test]
     fn an_aborted_load_is_reported_with_its_release_or_at_once() {
-        let mut reports = expecting(1, &["running", "unordered"]);
+        let mut reports = expecting(&["running", "unordered"]);
         reports.finish(&"running".into(), true);
         reports.finish(&"unordered".into(), false);
         assert_eq!(names(&reports.take().received), ["unordered"]);
@@ -295,12 +274,36 @@ mod tests {
 
     #[test]
     fn kept_blocks_are_sent_and_lost_ones_never() {
-        let mut reports = expecting(1, &["load"]);
+        let mut reports = expecting(&["load"]);
         assert!(reports.note(Outcome::Free { request: "a".into(), kept: Kept::Request }));
         assert!(!reports.note(Outcome::Lost { request: "b".into(), kept: Kept::Request }));
-        assert!(reports.note(failed("load", &[4], &[4])));
+        assert!(reports.note(failed("load", &[4])));
         assert!(!reports.note(Outcome::Lost { request: "load".into(), kept: Kept::Load }));
         let report = reports.take();
         assert_eq!((names(&report.sent), report.received.len()), (vec!["a"], 0));
+    }
+
+    #[test]
+    fn a_long_report_comes_in_parts() {
+        let requests: Vec<_> = (0..3 * MOST / 2).map(|number| format!("r{number}")).collect();
+        let mut reports = StepReports::default();
+        for request in &requests {
+            reports.expect(&request.as_str().into());
+            reports.refuse(&request.as_str().into());
+            assert!(
+                reports
+                    .note(Outcome::Free { request: request.as_str().into(), kept: Kept::Request })
+            );
+        }
+        let mut whole = StepReport::default();
+        for part in [reports.take(), reports.take()] {
+            assert!(part.received.len() <= MOST && part.failed == part.received);
+            whole.append(part);
+        }
+        assert_eq!(
+            (names(&whole.sent), names(&whole.failed)),
+            (names(&whole.received), requests.iter().map(String::as_str).collect())
+        );
+        assert!(reports.take().is_empty());
     }
 }

@@ -4,6 +4,7 @@
 the programs of cargo, and SITE the Python package `kvx`. PAGE is docs/operations/vllm.md, with the
 command line to run. Prints a table; exits with 1 if a check failed."""
 
+import hashlib
 import json
 import os
 import random
@@ -214,17 +215,29 @@ def unit():
 LEASE = 3  # seconds, in the part `wrong`
 TRIALS = 20
 RESTARTS = 5
-# One line per trial, so that an interrupted run can be resumed.
+# One line per trial, so that an interrupted run can be resumed with the same build.
 RECORD = os.path.join(WORK, "wrong.jsonl")
 
 
+def build(engine):
+    """Returns a digest of the connector that an engine has."""
+    if engine == "NixlConnector":
+        return "vLLM's own"
+    digest = hashlib.sha256()
+    for name in ("_kvx.abi3.so", "vllm.py"):
+        with open(os.path.join(SITE, "kvx", name), "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
 def recorded():
-    """Returns how often each engine had each outcome in each trouble."""
+    """Returns the outcomes of each engine of this build in each trouble."""
     counts = {}
     if os.path.exists(RECORD):
         with open(RECORD) as lines:
-            for engine, trouble, outcome in map(json.loads, lines):
-                counts.setdefault((engine, trouble), []).append(outcome)
+            for engine, of, trouble, outcome in map(json.loads, lines):
+                if of == build(engine):
+                    counts.setdefault((engine, trouble), []).append(outcome)
     return counts
 
 
@@ -260,7 +273,7 @@ class Troubles:
         status, answer = self.decode.complete(prompt, 12, 120, kv_transfer_params=params, cache_salt=f"d{self.number}-{random.random()}")
         right = status == 200 and answer["choices"][0]["token_ids"] == plain[:12]
         with open(RECORD, "a") as record:
-            print(json.dumps([self.engine, trouble, "right" if right else "wrong" if status == 200 else "error"]), file=record)
+            print(json.dumps([self.engine, build(self.engine), trouble, "right" if right else "wrong" if status == 200 else "error"]), file=record)
 
     def late(self, trouble):
         """The decode comes after the lease, and the blocks have been reused."""

@@ -21,7 +21,7 @@ NOT_OURS = {
     "test_remote_prefill_lifecycle.py::test_async_load_reserves_blocks_for_promotion_margin[different-block-sizes]": ALL_GROUPS,
 }
 PLUGIN = '''
-import os
+import os, random, socket
 
 os.environ.update(VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT="0")
 from kvx import _kvx
@@ -30,7 +30,18 @@ from tests.v1.kv_connector.unit import utils
 
 MODEL = {model!r}
 plain_config, plain_scheduler = utils.create_vllm_config, utils.create_scheduler
-PORTS = iter(range(21000, 31000))
+PORTS = range(12000, 32000)
+
+
+def free_port():
+    while True:
+        with socket.socket() as held:
+            try:
+                held.bind(("127.0.0.1", port := random.choice(PORTS)))
+                return port
+            except OSError:
+                pass
+
 
 
 def create_vllm_config(*arguments, **options):
@@ -42,7 +53,7 @@ def create_vllm_config(*arguments, **options):
 
 
 def create_scheduler(vllm_config, num_blocks=10000, *arguments, **options):
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(next(PORTS))
+    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
     scheduler = plain_scheduler(vllm_config, num_blocks, *arguments, **options)
     connector, block = scheduler.connector, vllm_config.cache_config.block_size
     from kvx.vllm import _socket

@@ -191,7 +191,7 @@ impl Metrics {
             ("ejections", "Ejections of instances, by reason.", ["reason", ""], &self.ejections),
             (
                 "fallbacks",
-                "Requests without a prefill instance, by what decode instances did.",
+                "Requests that arrived while no prefill instance was up, by result.",
                 ["result", ""],
                 &self.fallbacks,
             ),

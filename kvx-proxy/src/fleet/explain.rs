@@ -154,8 +154,8 @@ impl Candidates<'_> {
             Choice::LeastTokens => "it has the fewest tokens to work on",
             Choice::RoundRobin => return "it is its turn".to_owned(),
             Choice::Prefix => {
-                return "it is the one for this beginning of a prompt, or has the least load if \
-                        that one has much more than its share"
+                return "its number is that of the prompt's beginning, or the instance with that \
+                        number is overloaded and this one has the least load"
                     .to_owned();
             }
         };

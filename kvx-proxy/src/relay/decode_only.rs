@@ -38,7 +38,9 @@ async fn on_decode(mut job: Job, asked: &CompletionRequest, is_fallback: bool) -
     let tokens = asked.prompt_tokens + asked.new_tokens;
     let to = Destination {
         tokens,
-        prompt: &asked.prompt,
+        // A fallback counts with all its tokens: one that is refused must not leave its prompt
+        // among those that the router takes for cached.
+        prompt: if is_fallback { &NO_PROMPT } else { &asked.prompt },
         model: asked.model.as_deref(),
         stored_by: None,
         is_fallback,

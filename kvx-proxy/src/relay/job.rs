@@ -196,7 +196,8 @@ impl Job {
             core.metrics.fallback("refused");
             core.fallbacks.warn(false, why);
             return Err(ApiError::unavailable(format!(
-                "{}, and its decode instances compute as many prompts as they may: try again later",
+                "{}, and the limit for prompts that decode instances compute is reached: try again \
+                 later",
                 why()
             )));
         };
@@ -304,6 +305,7 @@ impl Job {
     ) -> Response<Body> {
         let (mut parts, mut body) = response.into_parts();
         headers::drop_hop_by_hop(&mut parts.headers);
+        headers::drop_instance(&mut parts.headers, instance.name());
         let redaction = Redaction::new(&self.live.fleet, &self.named, &self.record.id);
         if let Some(original) = redaction.error(&mut parts, &mut body) {
             self.record.hid(instance.name(), &original);

@@ -12,6 +12,8 @@ use crate::fleet::instance::PrefillKind;
 
 /// The text in place of an address or an engine id.
 const HIDDEN: &str = "<hidden>";
+/// The longest error that is searched for addresses.
+const LONGEST: usize = 64 << 10;
 
 /// The names of a fleet's hosts and engines, which clients must not see.
 #[derive(Debug)]
@@ -68,18 +70,14 @@ impl Redaction {
             *name = name.trim_matches(['[', ']']).to_ascii_lowercase();
         });
         names.retain(|name| is_distinct(name));
-        names.sort_by_key(|name| std::cmp::Reverse(name.len()));
+        names.sort_by(|one, other| (other.len(), one).cmp(&(one.len(), other)));
         names.dedup();
         Redaction { names, id: id.to_owned() }
     }
 
     /// Hides addresses and engine ids in a text.
     pub(crate) fn text(&self, text: &str) -> String {
-        let mut text = self.without_addresses(text);
-        for name in &self.names {
-            text = without_name(&text, name);
-        }
-        text
+        without_names(self.without_addresses(&without_ipv4(text)), &self.names)
     }
 
     /// Hides addresses and engine ids in all texts of a JSON value.
@@ -88,13 +86,14 @@ impl Redaction {
             Value::String(text) => *text = self.text(text),
             Value::Array(list) => list.iter_mut().for_each(|one| self.value(one)),
             Value::Object(map) => {
-                for (key, value) in map {
-                    match value {
-                        Value::String(_) | Value::Number(_) if is_label(key) => {
-                            *value = HIDDEN.into();
+                for (key, mut value) in std::mem::take(map) {
+                    match &value {
+                        Value::String(_) | Value::Number(_) if is_label(&key) => {
+                            value = HIDDEN.into();
                         }
-                        value => self.value(value),
+                        _ => self.value(&mut value),
                     }
+                    map.insert(self.text(&key), value);
                 }
             }
             Value::Null | Value::Bool(_) | Value::Number(_) => {}
@@ -120,10 +119,10 @@ impl Redaction {
     }
 
     /// Replaces the body of an instance's error, and adapts its headers. Returns the text for the
-    /// log if something is hidden.
+    /// log if something is hidden. A long error is hidden as a whole.
     pub(crate) fn error(&self, parts: &mut Parts, body: &mut Bytes) -> Option<String> {
-        let encoded =
-            parts.headers.get(CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
+        let encoded = body.len() > LONGEST
+            || parts.headers.get(CONTENT_ENCODING).is_some_and(|coding| coding != "identity");
         let original = std::mem::take(body);
         let hidden = match encoded && !original.is_empty() {
             true => {
@@ -140,7 +139,7 @@ impl Redaction {
         parts.headers.remove(CONTENT_LENGTH);
         *body = hidden;
         Some(match encoded {
-            true => "an error with a Content-Encoding".to_owned(),
+            true => format!("an error of {} bytes, long or compressed", original.len()),
             false => String::from_utf8_lossy(&original).into_owned(),
         })
     }
@@ -182,13 +181,14 @@ impl Redaction {
                 continue;
             }
             let core = core_of(word);
-            match label.names(core) || is_address(core) {
+            let quoted = gap.ends_with(['"', '\'']) || gap.ends_with('=');
+            match label.names(core, quoted) || self.is_address(core) {
                 true => shown.push_str(&word.replacen(core, HIDDEN, 1)),
                 false => match word.split_once(':') {
-                    Some((name, value)) if is_label(name) && !value.is_empty() => {
+                    Some((name, value)) if is_label(name) && has_digit(value) => {
                         shown.push_str(&format!("{name}:{HIDDEN}"));
                     }
-                    _ => shown.push_str(&self.without_uuid(word)),
+                    _ => shown.push_str(&self.without_uuids(word)),
                 },
             }
             label = Label::of(word);
@@ -196,31 +196,82 @@ impl Redaction {
         shown
     }
 
-    /// Hides the UUID in a word, unless it belongs to the id of a request or a response. vLLM makes
-    /// engine ids of UUIDs.
-    fn without_uuid(&self, word: &str) -> String {
+    /// Hides the UUIDs in a word, except in the ids of requests and responses. vLLM makes engine ids
+    /// of UUIDs.
+    fn without_uuids(&self, word: &str) -> String {
         const LENGTH: usize = 36;
         let of_a_request = ["cmpl-", "chatcmpl-", "resp_", "msg_"];
-        if of_a_request.iter().any(|start| word.starts_with(start))
-            || (!self.id.is_empty() && word.contains(&self.id))
-        {
-            return word.to_owned();
-        }
         let is_uuid = |part: &&str| {
             part.bytes().enumerate().all(|(at, byte)| match at {
                 8 | 13 | 18 | 23 => byte == b'-',
                 _ => byte.is_ascii_hexdigit(),
             })
         };
-        let start = (0..word.len().saturating_sub(LENGTH - 1))
-            .find(|start| word.get(*start..start + LENGTH).as_ref().is_some_and(is_uuid));
-        let Some(start) = start else { return word.to_owned() };
-        let after = &word[start + LENGTH..];
-        let rank = after.strip_prefix("_dp");
-        let after =
-            rank.map_or(after, |rank| rank.trim_start_matches(|c: char| c.is_ascii_digit()));
-        format!("{}{HIDDEN}{after}", &word[..start])
+        let (mut shown, mut from, mut at) = (String::new(), 0, 0);
+        while at + LENGTH <= word.len() {
+            if !word.get(at..at + LENGTH).as_ref().is_some_and(is_uuid) {
+                at += 1;
+                continue;
+            }
+            let (before, end) = (&word[..at], at + LENGTH);
+            let is_of_a_request = of_a_request.iter().any(|start| before.ends_with(start))
+                || before.strip_suffix('-').is_some_and(|id| !self.id.is_empty() && id == self.id)
+                || self.id == word[at..end];
+            if !is_of_a_request {
+                let rank = word[end..].strip_prefix("_dp");
+                let digits =
+                    rank.map_or(0, |rank| 3 + rank.bytes().take_while(u8::is_ascii_digit).count());
+                shown.push_str(&word[from..at]);
+                shown.push_str(HIDDEN);
+                from = end + digits;
+            }
+            at = end;
+        }
+        shown + &word[from..]
     }
+
+    /// Returns true for an address of a host, as far as it can be told from other words.
+    fn is_address(&self, word: &str) -> bool {
+        let (scheme, authority) = word.split_once("://").unzip();
+        let authority = authority.unwrap_or(word).rsplit('@').next().unwrap_or_default();
+        let host = authority.split(['/', '%', '?']).next().unwrap_or_default();
+        let bare = host.trim_matches(['[', ']']);
+        if bare.parse::<IpAddr>().is_ok() || host.parse::<SocketAddr>().is_ok() {
+            return true;
+        }
+        let (name, port) = host.rsplit_once(':').unwrap_or((host, ""));
+        let is_host = has_letter(name)
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c));
+        let lower = name.to_ascii_lowercase();
+        let is_internal = lower == "localhost"
+            || [".internal", ".local", ".svc", ".lan"].iter().any(|end| lower.ends_with(end));
+        let is_port = |least: usize| {
+            (least..=5).contains(&port.len()) && port.bytes().all(|byte| byte.is_ascii_digit())
+        };
+        match scheme {
+            // Public URLs, such as that of an error's documentation, stay.
+            Some(_) => {
+                !name.contains('.')
+                    || is_internal
+                    || !port.is_empty()
+                    || self.names.contains(&lower)
+            }
+            None if port.is_empty() => is_host && is_internal,
+            None if is_internal => is_host && is_port(2),
+            // A file has lines, and a parameter a number.
+            None => match name.rsplit_once('.') {
+                Some((_, end)) => is_host && is_port(2) && !SOURCES.contains(&end),
+                None => is_host && is_port(3) && (name.contains('-') || has_digit(name)),
+            },
+        }
+    }
+}
+
+/// The endings of files that errors name with a line.
+const SOURCES: [&str; 10] = ["py", "rs", "c", "cc", "cpp", "cu", "h", "hpp", "js", "go"];
+
+fn has_letter(word: &str) -> bool {
+    word.contains(|c: char| c.is_ascii_alphabetic())
 }
 
 /// Returns the body of an error that cannot be shown.
@@ -264,20 +315,26 @@ impl Label {
     fn then(self, gap: &str) -> Self {
         match self {
             Label::None => Label::None,
+            // The value is an object or a list.
+            _ if gap.contains(['{', '(']) => Label::None,
             _ if gap.contains([':', '=']) => Label::Colon,
             label => label,
         }
     }
 
-    /// Returns true if the next word is the label's value.
-    fn names(self, word: &str) -> bool {
+    /// Returns true if the next word is the label's value: a plain word may begin a sentence.
+    fn names(self, word: &str, quoted: bool) -> bool {
         match self {
             Label::None | Label::Name => false,
             Label::Port => word.bytes().all(|byte| byte.is_ascii_digit()),
-            Label::Engine => is_distinct(word) && word.contains(|c: char| c.is_ascii_digit()),
-            Label::Colon => true,
+            Label::Engine => is_distinct(word) && has_digit(word),
+            Label::Colon => quoted || has_digit(word),
         }
     }
+}
+
+fn has_digit(word: &str) -> bool {
+    word.contains(|c: char| c.is_ascii_digit())
 }
 
 /// Returns true for a word or a key whose value is an address or an engine, such as `remote_host`.
@@ -303,52 +360,60 @@ fn core_of(word: &str) -> &str {
     core
 }
 
-fn is_address(word: &str) -> bool {
-    if word.contains("://") {
-        return true;
-    }
-    let host = word.rsplit('@').next().unwrap_or_default();
-    let host = host.split(['/', '%']).next().unwrap_or_default();
-    let bare = host.trim_matches(['[', ']']);
-    if bare.parse::<IpAddr>().is_ok() || host.parse::<SocketAddr>().is_ok() {
-        return true;
-    }
-    let is_host = |host: &str| {
-        host.contains(|c: char| c.is_ascii_alphabetic())
-            && host.chars().all(|c| c.is_ascii_alphanumeric() || ".-_".contains(c))
-    };
-    match host.rsplit_once(':') {
-        // Two digits after a word may be anything.
-        Some((name, port)) => {
-            let least = if name.contains('.') { 2 } else { 3 };
-            is_host(name)
-                && (least..=5).contains(&port.len())
-                && port.bytes().all(|byte| byte.is_ascii_digit())
+/// Replaces names, in lower case, where they are not parts of longer ones, with a port after them.
+fn without_names(mut text: String, names: &[String]) -> String {
+    let is_part = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
+    let mut lower = text.to_ascii_lowercase();
+    for name in names {
+        let (mut shown, mut from) = (String::new(), 0);
+        for (at, _) in lower.match_indices(name.as_str()) {
+            let end = at + name.len();
+            if at < from
+                || is_part(lower[..at].chars().next_back())
+                || is_part(lower[end..].chars().next())
+            {
+                continue;
+            }
+            shown.push_str(&text[from..at]);
+            shown.push_str(HIDDEN);
+            from = end + port_len(&text[end..]);
         }
-        None => {
-            let internal = [".internal", ".local", ".svc", ".lan"];
-            host.eq_ignore_ascii_case("localhost")
-                || (is_host(host) && internal.iter().any(|end| host.ends_with(end)))
+        if from > 0 {
+            text = shown + &text[from..];
+            lower = text.to_ascii_lowercase();
         }
     }
+    text
 }
 
-/// Replaces a name, in lower case, where it is not part of a longer one.
-fn without_name(text: &str, name: &str) -> String {
-    let lower = text.to_ascii_lowercase();
-    let is_part = |c: Option<char>| c.is_some_and(char::is_alphanumeric);
-    let (mut shown, mut from) = (String::with_capacity(text.len()), 0);
-    for (at, _) in lower.match_indices(name) {
-        let end = at + name.len();
-        if at < from
-            || is_part(lower[..at].chars().next_back())
-            || is_part(lower[end..].chars().next())
-        {
+/// Returns the length of a port with its colon at the start of a text; 0 if there is none.
+fn port_len(text: &str) -> usize {
+    let Some(port) = text.strip_prefix(':') else { return 0 };
+    let digits = port.bytes().take_while(u8::is_ascii_digit).count();
+    if (1..=5).contains(&digits) { 1 + digits } else { 0 }
+}
+
+/// Hides IPv4 addresses, with a port after them, wherever they stand.
+fn without_ipv4(text: &str) -> String {
+    let (bytes, mut shown, mut from, mut at) = (text.as_bytes(), String::new(), 0, 0);
+    while at < bytes.len() {
+        let begins = bytes[at].is_ascii_digit()
+            && (at == 0 || !(bytes[at - 1].is_ascii_alphanumeric() || bytes[at - 1] == b'.'));
+        if !begins {
+            at += 1;
             continue;
         }
-        shown.push_str(&text[from..at]);
-        shown.push_str(HIDDEN);
-        from = end;
+        let is_of_it = |byte: &&u8| byte.is_ascii_digit() || **byte == b'.';
+        let end = at + bytes[at..].iter().take_while(is_of_it).count();
+        let address = text[at..end].trim_end_matches('.');
+        let goes_on = bytes.get(end).is_some_and(u8::is_ascii_alphabetic);
+        if address.parse::<std::net::Ipv4Addr>().is_ok() && !goes_on {
+            shown.push_str(&text[from..at]);
+            shown.push_str(HIDDEN);
+            from = at + address.len();
+            from += port_len(&text[from..]);
+        }
+        at = end.max(from);
     }
     shown + &text[from..]
 }
@@ -374,7 +439,16 @@ mod tests {
             ("connect to 10.0.0.1:8100 failed", "connect to <hidden> failed"),
             ("no route to 10.0.0.1.", "no route to <hidden>."),
             ("GET http://h/v1?a=1: refused", "GET <hidden>=1: refused"),
-            ("tcp://10.0.0.1:5600, and [::1]:80: gone", "<hidden>, and <hidden>: gone"),
+            ("ip:10.0.0.1 and tcp:10.0.0.1:8100", "ip:<hidden> and tcp:<hidden>"),
+            ("to /10.0.0.1:8100", "to /<hidden>"),
+            ("10.0.0.1:8100->10.0.0.2:5600", "<hidden>-><hidden>"),
+            ("rank_10.0.0.1", "rank_<hidden>"),
+            ("prefill-0:8100 hangs", "<hidden> hangs"),
+            (
+                "see http://prefill-0.ns.svc/v1 and http://side.example/",
+                "see <hidden> and <hidden>/",
+            ),
+            ("tcp://10.0.0.1:5600, and [::1]:80: gone", "tcp://<hidden>, and <hidden>: gone"),
             ("peer fe80::1%eth0 is silent", "peer <hidden> is silent"),
             ("at prefill-0: stopped", "at <hidden>: stopped"),
             ("PREFILL-0/worker", "<hidden>/worker"),
@@ -388,10 +462,14 @@ mod tests {
             ),
             (r#"failed {"remote_host":"a"}"#, r#"failed {"remote_host":"<hidden>"}"#),
             ("remote_host=a", "remote_host=<hidden>"),
-            ("host:a", "host:<hidden>"),
+            ("host: 'a'", "host: '<hidden>'"),
             ("port 5600 of it", "port <hidden> of it"),
             ("engine prefill-9 stopped", "engine <hidden> stopped"),
             ("engine 01234567-89ab-cdef-0123-456789abcdef_dp3: gone", "engine <hidden>: gone"),
+            (
+                "01234567-89ab-cdef-0123-456789abcdef/01234567-89ab-cdef-0123-456789abcdef",
+                "<hidden>/<hidden>",
+            ),
         ] {
             assert_eq!(redaction().text(said), shown, "{said}");
         }
@@ -406,6 +484,12 @@ mod tests {
             "image_url: Input should be a valid string",
             "it began at 12:30:45 and ended after 3:14",
             "the decode instance is not up; the host is down, and the engine restarts",
+            "tools.0.address: Field required",
+            "port: Input should be a valid integer",
+            "schema {'address': {'type': 'string'}}",
+            "status:404 max_tokens:4096 foo.py:123",
+            "https://errors.pydantic.dev/2/v/missing",
+            "no 1.2.3 and no v1.2.3.4",
             "vLLM 0.33.0: std::io::Error, a/b, 50%",
             "cmpl-01234567-89ab-cdef-0123-456789abcdef-0 failed",
             "request the-clients-id-01234567-89ab-cdef-0123-456789abcdef failed",

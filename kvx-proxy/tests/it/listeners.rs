@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http_body_util::{BodyExt as _, Full};
@@ -107,8 +107,19 @@ impl Attacked {
     ) -> Result<(), Failure> {
         let Attacked { router, address, runtime, .. } = self;
         let mut kept = runtime.block_on(http2::client(*address, 1 << 20));
+        let mut used = Instant::now();
         let clients = vec![
-            Client::new("a kept connection, HTTP/2", || runtime.block_on(ask(&mut kept))),
+            Client::new("a kept connection, HTTP/2", || {
+                runtime.block_on(async {
+                    // The router closes a connection that was idle for this time.
+                    if used.elapsed() > TIME / 2 {
+                        kept = http2::client(*address, 1 << 20).await;
+                    }
+                    let asked = ask(&mut kept).await;
+                    used = Instant::now();
+                    asked
+                })
+            }),
             Client::new("a new connection, HTTP/2", || {
                 runtime.block_on(async { ask(&mut http2::client(*address, 1 << 20).await).await })
             }),

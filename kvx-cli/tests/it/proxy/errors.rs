@@ -7,7 +7,7 @@ use crate::proxy::client::{Call, completion, streamed};
 use crate::proxy::fleet::Plan;
 use crate::proxy::recipes::COMPLETIONS;
 
-const SETUP: &str = "[timeouts]\nfirst_byte = \"700ms\"\nprefill = \"700ms\"\nidle = \"700ms\"\n\
+const SETUP: &str = "[timeouts]\nfirst_byte = \"2s\"\nprefill = \"2s\"\nidle = \"2s\"\n\
                      [health]\nevery = \"60s\"\ndown_after = 1000\neject_after = 1000\n\
                      [retries]\nattempts = 1\n";
 

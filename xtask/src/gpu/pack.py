@@ -30,12 +30,15 @@ SCRIPT = """\
 # KVX_CUDA_LIB names the driver if it is not libcuda.so.1.
 set -e
 here=$(cd "$(dirname "$0")" && pwd)
-if ! [ -e "$here/unpacked" ]; then
+# Another archive in the same folder is unpacked anew.
+if ! [ -e "$here/unpacked" ] || [ "$here/kvx-gpu.tar.gz" -nt "$here/unpacked/began" ]; then
     for program in tar gzip; do
         command -v $program >/dev/null || { echo "missing: $program, which unpacks $here/kvx-gpu.tar.gz" >&2; exit 1; }
     done
+    rm -rf "$here/unfinished" "$here/unpacked"
     mkdir -p "$here/unfinished"
     tar -xzf "$here/kvx-gpu.tar.gz" -C "$here/unfinished"
+    touch "$here/unfinished/began"
     mv "$here/unfinished" "$here/unpacked"
 fi
 exec "$here/unpacked/xtask" gpu --from "$here/unpacked" "$@"

@@ -153,7 +153,7 @@ impl Report {
     fn summary(&self, running: Option<&str>) -> String {
         let mut parts = self.parts.clone();
         parts.extend(running.map(|name| {
-            format!("| {name} | RUNNING | | the run was cut off here, unless it still goes on |")
+            format!("| {name} | RUNNING | | the run was cut off here, unless it is still running |")
         }));
         let mut text = format!("{}\n{}", self.about.trim_end(), table(PARTS, &parts));
         for (head, rows) in [(POINTS, &self.points), (BARS, &self.bars)] {

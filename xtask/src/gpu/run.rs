@@ -44,6 +44,9 @@ pub(crate) fn all(kit: Kit, options: &GpuOptions) -> Result<bool> {
     let chosen = |part: &&Part| {
         options.only.is_empty() || options.only.iter().any(|only| part.name.contains(only.as_str()))
     };
+    if !parts.iter().any(|part| chosen(&part)) {
+        return Err(format!("no part has a name with any of {:?}", options.only).into());
+    }
     for part in parts.iter().filter(chosen) {
         let log = report.part_begins(part)?;
         let (began, expected) = (Instant::now(), Duration::from_secs(part.seconds));

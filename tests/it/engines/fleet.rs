@@ -46,12 +46,23 @@ impl Engine {
     }
 
     /// Starts an engine, on `host` if there is one.
-    pub(crate) fn start_on(mut spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
-        // No outgoing connection is assigned this port before the engine restarts at it. Ranks have
-        // the ports above it.
-        if spec.port == 0 {
-            spec.port = free_port(7)?;
+    pub(crate) fn start_on(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
+        if spec.port != 0 {
+            return Self::start_at(spec, host);
         }
+        for _ in 0..4 {
+            // No outgoing connection is assigned this port before the engine restarts at it. Ranks
+            // have the ports above it.
+            match Self::start_at(Spec { port: free_port(7)?, ..spec.clone() }, host) {
+                // Another process of the tests has bound it meanwhile.
+                Err(why) if why.to_string().contains("is taken") => {}
+                started => return started,
+            }
+        }
+        Err(Failure::new("four ports in turn were taken by others".to_owned()))
+    }
+
+    fn start_at(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
         let program = std::env::current_exe()?;
         let mut command =
             host.map_or_else(|| Command::new(&program), |host| host.command(&program));

@@ -1,8 +1,8 @@
 //! The two halves of kvx's connector for vLLM, as the Python module `kvx._kvx`.
 //!
 //! vLLM creates a connector twice: next to its scheduler, and in the process of each worker.
-//! [`Scheduler`] has the [`Connector`](kvx::connector::Connector), with its side channel, leases and
-//! deadlines. Each [`Worker`] joins it as a rank, over a Unix socket, and has the memory. Both work
+//! `Scheduler` has the [`Connector`](kvx::connector::Connector), with its side channel, leases and
+//! deadlines. Each `Worker` joins it as a rank, over a Unix socket, and has the memory. Both work
 //! in their own threads, so a load continues while vLLM computes a step or is idle. The scheduler's
 //! half sends the workers a list of ended loads and leases, which they report to vLLM.
 //!

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvx_core::{Completion, Deadline, ErrorKind, Memory, Result};
 
 use super::connector::Connector;
-use super::{group, register};
+use super::register;
 use kvx_vllm::engine::{Settings, WorkerRank};
 use kvx_vllm::mapping::Caches;
 
@@ -32,8 +32,8 @@ impl Connector {
 /// effect.
 #[derive(Clone)]
 pub struct Rank {
-    connector: Connector,
-    rank: WorkerRank,
+    pub(super) connector: Connector,
+    pub(super) rank: WorkerRank,
 }
 
 impl Rank {
@@ -77,18 +77,6 @@ impl Rank {
     /// - `Invalid`: this worker has joined from a process of its own.
     pub fn give_back(&self, deadline: impl Into<Deadline>) -> Completion<()> {
         register::give_back(self.connector.shared(), self.rank, deadline.into())
-    }
-
-    /// Sends a note to the process of this worker, which takes it with
-    /// [`JoinedRank::notes`](super::JoinedRank::notes): up to 1 MiB that kvx does not read. Notes
-    /// arrive in their order, after everything that the engine did before.
-    ///
-    /// # Errors
-    /// - `Invalid`: the worker runs in this process.
-    /// - `Exhausted`: the note is too long.
-    /// - `PeerLost`: the worker has not joined, or is lost.
-    pub fn note(&self, note: &[u8]) -> Result<()> {
-        group::note(self.connector.shared(), self.rank, note)
     }
 
     /// Starts the loads of the engine's steps so far on this worker. From now on it fills their

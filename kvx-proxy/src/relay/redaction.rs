@@ -77,7 +77,7 @@ impl Redaction {
 
     /// Hides addresses and engine ids in a text.
     pub(crate) fn text(&self, text: &str) -> String {
-        without_names(self.without_addresses(&without_ipv4(text)), &self.names)
+        without_names(without_ipv4(&self.without_addresses(text)), &self.names)
     }
 
     /// Hides addresses and engine ids in all texts of a JSON value.
@@ -448,7 +448,7 @@ mod tests {
                 "see http://prefill-0.ns.svc/v1 and http://side.example/",
                 "see <hidden> and <hidden>/",
             ),
-            ("tcp://10.0.0.1:5600, and [::1]:80: gone", "tcp://<hidden>, and <hidden>: gone"),
+            ("tcp://10.0.0.1:5600, and [::1]:80: gone", "<hidden>, and <hidden>: gone"),
             ("peer fe80::1%eth0 is silent", "peer <hidden> is silent"),
             ("at prefill-0: stopped", "at <hidden>: stopped"),
             ("PREFILL-0/worker", "<hidden>/worker"),

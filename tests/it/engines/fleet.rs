@@ -20,6 +20,8 @@ pub(crate) const GRACE: Duration = Duration::from_secs(1);
 pub(crate) struct Engine {
     pub(crate) spec: Spec,
     pub(crate) port: u16,
+    /// The port of the first data-parallel rank, at which the engine restarts.
+    base: u16,
     /// The processes of the ranks, if they are separate.
     pub(crate) ranks: Vec<Grandchild>,
     child: Child,
@@ -48,12 +50,13 @@ impl Engine {
     /// Starts an engine, on `host` if there is one.
     pub(crate) fn start_on(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
         if spec.port != 0 {
-            return Self::start_at(spec, host);
+            let port = spec.port;
+            return Self::start_at(spec, port, host);
         }
         for _ in 0..4 {
             // No outgoing connection is assigned this port before the engine restarts at it. Ranks
             // have the ports above it.
-            match Self::start_at(Spec { port: free_port(7)?, ..spec.clone() }, host) {
+            match Self::start_at(spec.clone(), free_port(7)?, host) {
                 // Another process of the tests has bound it meanwhile.
                 Err(why) if why.to_string().contains("is taken") => {}
                 started => return started,
@@ -62,16 +65,19 @@ impl Engine {
         Err(Failure::new("four ports in turn were taken by others".to_owned()))
     }
 
-    fn start_at(spec: Spec, host: Option<&Host>) -> Result<Self, Failure> {
+    fn start_at(spec: Spec, base: u16, host: Option<&Host>) -> Result<Self, Failure> {
         let program = std::env::current_exe()?;
         let mut command =
             host.map_or_else(|| Command::new(&program), |host| host.command(&program));
-        command.env(VARIABLE, serde_json::to_string(&spec).expect("specs are JSON"));
+        command.env(
+            VARIABLE,
+            serde_json::to_string(&Spec { port: base, ..spec.clone() }).expect("specs are JSON"),
+        );
         command.env("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
         command.envs(libraries::variables());
         command.envs(spec.variables.iter().map(|(name, value)| (name, value)));
         let child = Child::start(command)?;
-        let mut engine = Engine { spec, port: 0, ranks: Vec::new(), child, amid: false };
+        let mut engine = Engine { spec, base, port: 0, ranks: Vec::new(), child, amid: false };
         // The process ids of its ranks are known only after it has started.
         match engine.answer(2 * CUT_OFF)? {
             Answer::Ready { port, ranks } => {
@@ -88,8 +94,19 @@ impl Engine {
     pub(crate) fn start_again(&mut self, id: &str) -> Result<(), Failure> {
         self.child.kill()?;
         let spec = Spec { id: id.to_owned(), ..self.spec.clone() };
-        *self = Engine::start(spec)?;
-        Ok(())
+        let until = Instant::now() + CUT_OFF;
+        loop {
+            match Engine::start_at(spec.clone(), self.base, None) {
+                Ok(engine) => *self = engine,
+                // The system may close the killed process's sockets later.
+                Err(why) if why.to_string().contains("is taken") && Instant::now() < until => {
+                    std::thread::sleep(Duration::from_millis(50));
+                    continue;
+                }
+                Err(why) => return Err(why),
+            }
+            return Ok(());
+        }
     }
 
     /// Starts another process as the first rank, after that was killed. It prints the outcome of

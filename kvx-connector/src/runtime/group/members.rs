@@ -149,7 +149,7 @@ pub(super) fn send(shared: &Shared, rank: WorkerRank, message: ToRank, file: Opt
 }
 
 /// Sends a note of this program to that of a rank.
-pub(in crate::runtime) fn note(shared: &Shared, rank: WorkerRank, note: &[u8]) -> Result<()> {
+pub(super) fn note(shared: &Shared, rank: WorkerRank, note: &[u8]) -> Result<()> {
     if note.len() > MAX_NOTE {
         return Err(ErrorKind::Exhausted.because(format!(
             "a note of {} bytes is longer than {MAX_NOTE}: send it in parts",

@@ -30,5 +30,5 @@ pub(super) use self::gathering::Gathering;
 pub(super) use self::head::{HeadHandle, ReleaseConfirmation};
 pub use self::joined::JoinedRank;
 pub(super) use self::limits::PATIENCE;
-pub(super) use self::members::{note, send_grants};
+pub(super) use self::members::send_grants;
 pub(super) use self::remote_rank::{RemoteRank, Task, await_digests, rank_name};

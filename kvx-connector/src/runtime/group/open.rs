@@ -15,7 +15,7 @@ use super::super::shared::Shared;
 use super::super::slot::until;
 use super::super::state::{State, closed};
 use super::gathering::{Gathering, JoinAddress};
-use super::members::close_gathering;
+use super::members::{self, close_gathering};
 use super::remote_rank::RemoteRank;
 use super::serving::{RankListener, gather};
 use kvx_vllm::params::TransferMode;
@@ -85,6 +85,18 @@ impl Rank {
             )),
             _ => Ok(()),
         }
+    }
+
+    /// Sends a note to the process of this worker, which takes it with
+    /// [`JoinedRank::notes`](crate::JoinedRank::notes): up to 1 MiB that kvx does not read. Notes
+    /// arrive in their order, after everything that the engine did before.
+    ///
+    /// # Errors
+    /// - `Invalid`: the worker runs in this process.
+    /// - `Exhausted`: the note is too long.
+    /// - `PeerLost`: the worker has not joined, or is lost.
+    pub fn note(&self, note: &[u8]) -> Result<()> {
+        members::note(self.connector.shared(), self.rank, note)
     }
 }
 

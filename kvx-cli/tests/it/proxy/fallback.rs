@@ -103,7 +103,10 @@ pub(crate) async fn has_a_cap() {
     assert_eq!(refused.headers["retry-after"], "1");
     let piece = refused.piece().await.unwrap().unwrap();
     let text = String::from_utf8_lossy(&piece);
-    assert!(text.contains("compute as many prompts as they may"), "{text}");
+    assert!(
+        text.contains("the limit for prompts that decode instances compute is reached"),
+        "{text}"
+    );
     assert_eq!(fleet.proxy.metric("kvx_proxy_fallbacks_total", "result=\"refused\"").await, 1.0);
     assert_eq!(fleet.proxy.metric("kvx_proxy_fallbacks_total", "result=\"served\"").await, 4.0);
     // One at a time is always served.

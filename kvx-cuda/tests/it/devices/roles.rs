@@ -168,24 +168,24 @@ fn without_kernels(bench: &Bench<'_>) {
 /// print anything.
 fn unavailable(maker: &'static Maker, why: &str) {
     std::panic::set_hook(Box::new(|_| std::process::abort()));
+    let folder = std::env::temp_dir().join(format!("kvx-second-driver-{}", std::process::id()));
     match why {
         "nowhere" => maker.variables.iter().for_each(|variable| set(variable, "/nowhere/lib.so.1")),
         "no-device" => set("KVX_STAND_IN", "devices 0"),
         "too-old" => set("KVX_STAND_IN", maker.too_old),
         "second-driver" => {
             // The dynamic linker takes another file for another library.
-            let folder =
-                std::env::temp_dir().join(format!("kvx-second-driver-{}", std::process::id()));
             let copy = folder.join("libcuda.so.1");
             std::fs::create_dir_all(&folder).expect("a folder for the copy");
             std::fs::copy(kvx_stand_in::library(), &copy).expect("a copy of the stand-in");
             kvx_backend::loader::preload(&copy).expect("the copy loads");
-            std::fs::remove_dir_all(&folder).expect("a loaded library needs no file");
         }
         "other-library" => set(maker.variables[0], "libc.so.6"),
         _ => {}
     }
-    match (maker.devices)() {
+    let devices = (maker.devices)();
+    std::fs::remove_dir_all(&folder).ok(); // kvx finds the copy by its path until now
+    match devices {
         Ok(devices) => say(&format!("there are {} devices", devices.len())),
         Err(unavailable) => say(&unavailable.to_string()),
     }

@@ -45,8 +45,8 @@ pub(crate) struct Arguments {
     /// The policy for choosing instances: cached, least-tokens, round-robin or prefix.
     #[arg(long, value_name = "HOW")]
     choice: Option<String>,
-    /// Who computes prompts while no prefill instance is up: off (such requests get 503) or decode,
-    /// which gives them at most a tenth of the decode instances' load.
+    /// The instances that compute prompts while no prefill instance is up: off for none (such
+    /// requests get 503), or decode, for at most a tenth of the decode instances' load.
     #[arg(long, value_name = "WHO")]
     fallback: Option<String>,
     /// Send prompts of fewer tokens (estimated) to decode alone.

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// The route, in the words of the header `x-kvx-route`; `none` for a request that gets 503.
+    /// The route, as the header `x-kvx-route` names it; `none` for a request that gets 503.
     pub route: String,
     /// The model, if the request names one.
     pub model: Option<String>,
@@ -23,7 +23,7 @@ pub struct Explanation {
     pub prefill: Option<SideReport>,
     /// The decode instances, unless no prefill instance can serve the request.
     pub decode: Option<SideReport>,
-    /// What else affects the request.
+    /// Further circumstances that affect the request.
     pub notes: Vec<String>,
 }
 

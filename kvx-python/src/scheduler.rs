@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx::ErrorKind;
@@ -11,6 +11,7 @@ use kvx::connector::{
     Allocation, Arrival, BlockLists, CompatibilityFactors, CompatibilityHash, Connector, Ending,
     Group, LoadFailure, Outcome, Rank, RequestId, Status, TransferParams, WorkerRank,
 };
+use kvx_core::backend::sync::Mutex;
 use kvx_vllm::engine::StepReports;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -105,7 +106,7 @@ impl Scheduler {
         let request = RequestId::from(request);
         let matched = self.connector.get_num_new_matched_tokens(&request, computed);
         if matched.tokens > 0 {
-            self.state().computed.insert(request, computed);
+            self.state.lock().computed.insert(request, computed);
         }
         Ok((matched.tokens, matched.tokens > 0 && matched.asynchronous))
     }
@@ -120,7 +121,7 @@ impl Scheduler {
         self.process.check()?;
         let request = RequestId::from(request);
         let fill = BlockLists::new(fill);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let computed = state.computed.get(&request).copied().unwrap_or_default();
         if external > 0 {
             state.reports.expect(&request);
@@ -140,7 +141,7 @@ impl Scheduler {
         self.process.check()?;
         self.connector.step();
         self.ranks.iter().for_each(Rank::start_load_kv);
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Some(why) = &state.failed {
             return Err(PyRuntimeError::new_err(format!(
                 "KvxConnector has lost a worker, so that it can move no blocks: {why}; restart this vLLM"
@@ -171,7 +172,7 @@ impl Scheduler {
         };
         // It may wait for digests and for copies to the host.
         py.detach(|| {
-            let mut state = self.state();
+            let mut state = self.state.lock();
             // Outcomes from before the end of the request are not results of that end.
             take_outcomes(&self.connector, &mut state);
             state.computed.remove(&request);
@@ -193,7 +194,7 @@ impl Scheduler {
     /// failed because their blocks were stale or corrupt.
     fn get_kv_connector_stats(&self) -> PyResult<BTreeMap<&'static str, Vec<f64>>> {
         self.process.check()?;
-        let state = &mut *self.state();
+        let state = &mut *self.state.lock();
         let mut stats = stats::take();
         for (list, count) in
             [("num_stale_loads", &mut state.stale), ("num_corrupt_loads", &mut state.corrupt)]
@@ -209,7 +210,7 @@ impl Scheduler {
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         self.process.check()?;
         py.detach(|| {
-            self.state().ends = true;
+            self.state.lock().ends = true;
             let ended = self.connector.shutdown(TO_END).wait_blocking(TO_END);
             if let Err(why) = ended {
                 tracing::warn!("the connector did not end in time: {why}");
@@ -243,14 +244,6 @@ impl Scheduler {
         }
         Ok(params)
     }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        lock(&self.state)
-    }
-}
-
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn take_outcomes(connector: &Connector, state: &mut State) {
@@ -274,11 +267,11 @@ fn take_outcomes(connector: &Connector, state: &mut State) {
 /// Sends outcomes to the workers as they arise, so that the workers report them in the step that
 /// runs now.
 fn report(connector: &Connector, ranks: &[Rank], state: &Mutex<State>) {
-    while !lock(state).ends {
+    while !state.lock().ends {
         if !connector.outcomes_ready_blocking(PAUSE) {
             continue;
         }
-        let mut state = lock(state);
+        let mut state = state.lock();
         take_outcomes(connector, &mut state);
         loop {
             let note = state.reports.take().encode();

@@ -1,8 +1,9 @@
 //! The connector's metrics, in the form of vLLM's `NixlKVConnectorStats`.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::Arc;
 
+use kvx_core::backend::sync::Mutex;
 use metrics::{
     Counter, CounterFn, Gauge, Histogram, HistogramFn, Key, KeyName, Metadata, Recorder,
     SharedString, Unit,
@@ -27,30 +28,25 @@ const COUNTERS: [(&str, &str); 2] = [
 const MOST: usize = 100_000;
 
 /// The metrics since vLLM took them last.
-#[derive(Default)]
 struct Recorded {
     values: BTreeMap<&'static str, Vec<f64>>,
     counts: BTreeMap<&'static str, u64>,
 }
 
-static RECORDED: OnceLock<Arc<Mutex<Recorded>>> = OnceLock::new();
-
-fn recorded() -> MutexGuard<'static, Recorded> {
-    let recorded = RECORDED.get_or_init(Arc::default);
-    recorded.lock().unwrap_or_else(PoisonError::into_inner)
-}
+static RECORDED: Mutex<Recorded> =
+    Mutex::new(Recorded { values: BTreeMap::new(), counts: BTreeMap::new() });
 
 /// Lets kvx record its metrics here.
 pub(crate) fn install() {
-    // Another library of this process may have a recorder: then vLLM shows no transfers.
-    if metrics::set_global_recorder(StatsRecorder).is_err() && RECORDED.get().is_none() {
-        tracing::warn!("this process has another recorder of metrics, so vLLM shows no transfers");
+    // A second connector of this process finds the recorder of the first.
+    if metrics::set_global_recorder(StatsRecorder).is_err() {
+        tracing::debug!("this process has a recorder of metrics already");
     }
 }
 
 /// Takes what vLLM's `NixlKVConnectorStats` has in its lists.
 pub(crate) fn take() -> BTreeMap<&'static str, Vec<f64>> {
-    let mut recorded = recorded();
+    let mut recorded = RECORDED.lock();
     let mut taken = BTreeMap::new();
     let lengths = HISTOGRAMS.map(|(name, _)| recorded.values.get(name).map_or(0, Vec::len));
     let whole = lengths.into_iter().min().unwrap_or_default();
@@ -79,7 +75,7 @@ struct Meter(&'static str);
 
 impl HistogramFn for Meter {
     fn record(&self, value: f64) {
-        let mut recorded = recorded();
+        let mut recorded = RECORDED.lock();
         let values = recorded.values.entry(self.0).or_default();
         if values.len() < MOST {
             values.push(value);
@@ -89,11 +85,11 @@ impl HistogramFn for Meter {
 
 impl CounterFn for Meter {
     fn increment(&self, value: u64) {
-        *recorded().counts.entry(self.0).or_default() += value;
+        *RECORDED.lock().counts.entry(self.0).or_default() += value;
     }
 
     fn absolute(&self, value: u64) {
-        recorded().counts.insert(self.0, value);
+        RECORDED.lock().counts.insert(self.0, value);
     }
 }
 

@@ -1,6 +1,6 @@
 //! The half in the process of a worker.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvx::connector::{
@@ -8,6 +8,7 @@ use kvx::connector::{
     WorkerRank,
 };
 use kvx::{HugePages, Memory};
+use kvx_core::backend::sync::Mutex;
 use kvx_vllm::engine::StepReport;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -148,7 +149,7 @@ impl Worker {
                 },
                 Membership::Joined,
             );
-            let mut membership = membership.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut membership = membership.lock();
             if matches!(*membership, Membership::Joining) {
                 *membership = joined;
             }
@@ -167,7 +168,7 @@ impl Worker {
     /// whose load has failed.
     fn get_transfer_results(&self) -> PyResult<(Vec<String>, Vec<String>, Vec<String>)> {
         self.process.check()?;
-        let notes = match &*self.membership() {
+        let notes = match &*self.membership.lock() {
             Membership::Ended(Some(error)) => return Err(python_error(error)),
             Membership::Joined(joined) => {
                 if let Some(ended) = joined.ended_blocking(Duration::ZERO) {
@@ -182,7 +183,7 @@ impl Worker {
             Membership::Joining | Membership::Ended(None) => Vec::new(),
         };
         notes.iter().try_for_each(|note| self.take(note))?;
-        let mut reported = self.reported();
+        let mut reported = self.reported.lock();
         let names = |list: &mut Vec<RequestId>| {
             std::mem::take(list).iter().map(RequestId::to_string).collect()
         };
@@ -194,7 +195,7 @@ impl Worker {
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
         self.process.check()?;
         py.detach(|| {
-            let left = std::mem::replace(&mut *self.membership(), Membership::Ended(None));
+            let left = std::mem::replace(&mut *self.membership.lock(), Membership::Ended(None));
             if let Membership::Joined(joined) = left
                 && let Err(why) = joined.leave(TO_LEAVE).wait_blocking(TO_LEAVE)
             {
@@ -208,16 +209,8 @@ impl Worker {
 impl Worker {
     fn take(&self, report: &[u8]) -> PyResult<()> {
         let report = StepReport::decode(report).map_err(|error| python_error(&error))?;
-        self.reported().append(report);
+        self.reported.lock().append(report);
         Ok(())
-    }
-
-    fn membership(&self) -> MutexGuard<'_, Membership> {
-        self.membership.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn reported(&self) -> MutexGuard<'_, StepReport> {
-        self.reported.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -52,7 +52,7 @@ pub use listener::{
     listening_addresses,
 };
 pub use mutation::{fuzz, within_limits};
-pub use newcomer::{newcomer, newcomers_amid, readers};
+pub use newcomer::{newcomer, newcomers_amid, own_if_asked, readers};
 pub use pattern::{byte_at, checksum, fill};
 pub use process::{Child, Grandchild, answers_apart, kill_after, output, stop_process};
 pub use process_state::{ProcessState, ResourceUsage};

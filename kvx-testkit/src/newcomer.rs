@@ -1,11 +1,13 @@
 //! A reader that an owner has not seen before.
 
+use std::io::{Read as _, Write as _};
 use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, Grid, Memory, Peer, Plan, Region, Result};
 
 use crate::check::CUT_OFF;
 use crate::listener::Client;
+use crate::process::answers_apart;
 
 /// Connects `reader` to the owner of this metadata, reads a block of its region `kv` of 64 KiB, and
 /// shuts `reader` down. Returns how long it waited for the block.
@@ -52,6 +54,27 @@ pub fn readers<'a>(
     });
     let newcomers = Client::new("a newcomer", move || Ok(newcomer(&reader(), owner).map(drop)?));
     Ok(vec![connected, newcomers])
+}
+
+/// Owns a region for newcomers until the parent ends, and never returns, if this process was started
+/// with the environment variable `role`. It prints the owner's metadata as hexadecimal digits.
+///
+/// # Panics
+/// If the agent cannot be built.
+#[expect(clippy::expect_used, reason = "a child that cannot go on must fail")]
+pub fn own_if_asked(role: &str, owner: impl FnOnce() -> Agent) {
+    if std::env::var_os(role).is_none() {
+        return;
+    }
+    let mut answers = answers_apart().expect("standard output can be redirected");
+    let owner = owner();
+    let pool = Memory::pool(64 << 10).build().expect("memory for 64 KiB");
+    let _region = owner.register("kv", pool).expect("a region");
+    let metadata = owner.metadata().expect("metadata");
+    let metadata: String = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
+    writeln!(answers, "{metadata}").expect("the parent listens");
+    std::io::stdin().read_to_end(&mut Vec::new()).expect("the parent ends this process");
+    std::process::exit(0);
 }
 
 /// Runs newcomers one after another while `trouble` runs. Returns the result of `trouble`.

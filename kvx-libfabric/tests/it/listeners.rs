@@ -4,13 +4,12 @@
 //! their number nor their time, so that only their cost and the service of authenticated peers are
 //! bounds here.
 
-use std::io::{Read as _, Write as _};
 use std::net::Ipv4Addr;
 
-use kvx_core::{Agent, Memory, Options, Secret};
+use kvx_core::{Agent, Options, Secret};
 use kvx_testkit::{
-    ATTACKER_CONNECTS, AttackBytes, Bounds, Check, Child, Failure, Listener, answers_apart,
-    connect_from, is_own_process, listening_addresses, readers, run_in_own_process, skip, test,
+    ATTACKER_CONNECTS, AttackBytes, Bounds, Check, Child, Failure, Listener, connect_from,
+    is_own_process, listening_addresses, own_if_asked, readers, run_in_own_process, skip, test,
 };
 
 use crate::buffers::{LIMIT, SIZE};
@@ -32,17 +31,7 @@ fn agent(name: &str) -> Agent {
 
 /// Owns a region until the parent ends, if this process was started for that.
 pub(crate) fn play_if_asked() {
-    if std::env::var_os(ROLE).is_none() {
-        return;
-    }
-    let mut answers = answers_apart().unwrap();
-    let owner = agent("owner");
-    let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();
-    let metadata = owner.metadata().unwrap();
-    let metadata: String = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
-    writeln!(answers, "{metadata}").unwrap();
-    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
-    std::process::exit(0);
+    own_if_asked(ROLE, || agent("owner"));
 }
 
 /// Returns a request to connect that announces this much data. Its version is that of 1.17.

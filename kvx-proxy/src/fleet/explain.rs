@@ -1,4 +1,4 @@
-//! Says which instance would be chosen for a request and why, and changes nothing.
+//! Describes which instance would be chosen for a request, and why, without a change of state.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -71,7 +71,7 @@ fn why_closed(one: &Instance, wanted: &Requirements<'_>, usable: bool) -> Option
 }
 
 impl Instance {
-    /// Describes the state of the instance in a word or two.
+    /// Returns a short name of the state of the instance.
     pub(crate) fn standing(&self) -> &'static str {
         let state = &self.state;
         match () {
@@ -140,7 +140,7 @@ impl Candidates<'_> {
         }
     }
 
-    /// Says why the candidate at this index wins.
+    /// Describes why the candidate at this index wins.
     fn why(&self, candidates: &[CandidateReport], index: usize) -> String {
         let others = candidates.iter().enumerate().filter(|(at, _)| *at != index);
         let others = others.map(|(_, one)| one).filter(|one| one.why_not.is_none());

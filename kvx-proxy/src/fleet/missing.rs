@@ -1,4 +1,4 @@
-//! What a fleet lacks to serve requests.
+//! The instances that a fleet lacks to serve requests.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::models::ModelName;
 /// The roles that a disaggregated request needs.
 pub(crate) const BOTH: [Role; 2] = [Role::Prefill, Role::Decode];
 
-/// What a pool lacks to serve requests.
+/// The roles that a pool lacks to serve requests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct MissingSides {
     pool: String,
@@ -51,7 +51,7 @@ impl Fleet {
         missing
     }
 
-    /// Says which sides of which pools are missing, so that a request for this model is not served.
+    /// Describes which sides of which pools are missing, so that a request for this model is not served.
     pub(crate) fn why_unserved(&self, model: Option<&str>, roles: &[Role]) -> String {
         let name = model.map(|model| self.names.named(model));
         let missing = self.missing(name, roles);

@@ -83,7 +83,7 @@ struct Destination<'a> {
 }
 
 impl Destination<'_> {
-    /// Describes what is missing when no instance can be chosen.
+    /// Describes the missing instances when none can be chosen.
     fn missing(&self, fleet: &Fleet) -> String {
         match self.stored_by {
             Some(_) => "the decode instance that stored this response is not up".to_owned(),

@@ -118,6 +118,6 @@ mod tests {
         assert!(enter(1000).is_none() && enter(2000).is_some());
         drop(first);
         assert!(enter(100).is_some());
-        assert!(lock(&fallbacks.tokens).is_empty(), "nothing is left of requests that ended");
+        assert!(lock(&fallbacks.tokens).is_empty(), "requests that ended hold no tokens");
     }
 }

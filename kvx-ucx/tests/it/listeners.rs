@@ -4,15 +4,14 @@
 //! number nor their time, takes 256 KiB or more for each, and trusts the lengths of messages: 1.13
 //! checks them with assertions, which end the process, and 1.22 and 1.23 corrupt memory.
 
-use std::io::Read as _;
 use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use kvx_core::{Agent, Memory, Options, Secret};
+use kvx_core::{Agent, Options, Secret};
 use kvx_testkit::{
-    ATTACKER_CONNECTS, AttackBytes, Bounds, Child, Failure, Listener, answers_apart, connect_from,
-    gap_held, listening_addresses, readers, test,
+    ATTACKER_CONNECTS, AttackBytes, Bounds, Child, Failure, Listener, connect_from, gap_held,
+    listening_addresses, own_if_asked, readers, test,
 };
 
 use crate::{registry, versions};
@@ -36,18 +35,7 @@ fn agent(name: &str) -> Agent {
 
 /// Owns a region until the parent ends, if this process was started for that.
 pub(crate) fn play_if_asked() {
-    use std::io::Write as _;
-    if std::env::var_os(ROLE).is_none() {
-        return;
-    }
-    let mut answers = answers_apart().unwrap();
-    let owner = agent("owner");
-    let _region = owner.register("kv", Memory::pool(64 << 10).build().unwrap()).unwrap();
-    let metadata = owner.metadata().unwrap();
-    let metadata: String = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
-    writeln!(answers, "{metadata}").unwrap();
-    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
-    std::process::exit(0);
+    own_if_asked(ROLE, || agent("owner"));
 }
 
 /// Encodes the beginning of a message of this kind and length.

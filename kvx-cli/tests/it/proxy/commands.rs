@@ -320,7 +320,7 @@ pub(crate) async fn compare_counts_equal_errors_as_equal_and_says_so() {
         assert!(said.contains("DIFFERENT  \"2000 token ids\""), "{said}");
         assert_eq!(status, Some(1), "{said}");
     }
-    // Nothing is shown if no prompt is answered, or no endpoint is there.
+    // Without an answer, or without an endpoint, the comparison shows no equality.
     let broken = || endpoint_that("", |_| (500, json!({"error": {"message": "broken"}})));
     let (status, said) = compared(&broken(), &broken());
     assert!(said.contains("answered every prompt with the same error"), "{said}");

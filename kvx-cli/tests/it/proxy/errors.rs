@@ -15,7 +15,7 @@ fn always(leg: Leg, fault: Fault) -> Script {
     Script { leg: Some(leg), times: u32::MAX, fault }
 }
 
-/// What clients see of an instance that failed in this way, and what the log does.
+/// Checks what clients and the log see of an instance that fails.
 pub(crate) async fn name_no_instance_but_the_log_and_the_status_do() {
     for (connector, pool) in [
         (Connector::Pull, ""),

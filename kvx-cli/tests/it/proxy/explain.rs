@@ -50,7 +50,7 @@ pub(crate) async fn says_where_a_request_goes_and_why() {
         assert_eq!(answer.status, 200, "{}", answer.text());
     };
     let file = SetupFile::new(&body.to_string());
-    // Nothing is cached: both are equal.
+    // The instances have no prompts cached, so both are equal.
     let before = explain(&fleet, file.path());
     assert!(
         before.starts_with("route: disaggregated\nmodel m, about 2000 prompt tokens"),

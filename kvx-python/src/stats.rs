@@ -1,7 +1,7 @@
 //! The connector's metrics, in the form of vLLM's `NixlKVConnectorStats`.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 use kvx_core::backend::sync::Mutex;
 use metrics::{
@@ -36,12 +36,16 @@ struct Recorded {
 static RECORDED: Mutex<Recorded> =
     Mutex::new(Recorded { values: BTreeMap::new(), counts: BTreeMap::new() });
 
-/// Lets kvx record its metrics here.
+/// Lets kvx record its metrics here, once per process.
 pub(crate) fn install() {
-    // A second connector of this process finds the recorder of the first.
-    if metrics::set_global_recorder(StatsRecorder).is_err() {
-        tracing::debug!("this process has a recorder of metrics already");
-    }
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        if metrics::set_global_recorder(StatsRecorder).is_err() {
+            tracing::warn!(
+                "another library of this process records kvx's metrics, so vLLM shows no transfers"
+            );
+        }
+    });
 }
 
 /// Takes what vLLM's `NixlKVConnectorStats` has in its lists.

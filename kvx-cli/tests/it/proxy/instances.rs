@@ -59,6 +59,7 @@ pub(crate) async fn stop_where_a_vllm_stops() {
     for (key, wrong) in [
         ("remote_block_ids", json!([[1]])),
         ("remote_block_ids", json!([1, 2, 3])),
+        ("remote_block_ids", json!([])),
         ("remote_request_id", Value::Null),
         ("do_remote_decode", json!(true)),
     ] {
@@ -73,6 +74,20 @@ pub(crate) async fn stop_where_a_vllm_stops() {
         here.restart();
         assert_eq!(Call::get(here.port(), "/health").send().await.status, 200);
         assert_eq!(here.violations().len(), 1, "the violation is still reported");
+    }
+    let mut here = Instance::start(Settings::default());
+    let good = prefill(&there, &prompt).await;
+    let with = |key: &str, value| {
+        let mut params = good.clone();
+        params[key] = value;
+        params
+    };
+    let survived =
+        [with("remote_engine_id", Value::Null), with("transfer_mode", json!("push")), json!({})];
+    for (number, params) in survived.into_iter().enumerate() {
+        let answer = Call::post(here.port(), PATH, &decode(&prompt, &params)).send().await;
+        assert_eq!((answer.status, here.violations().len()), (500, number + 1), "{params}");
+        assert_eq!(Call::get(here.port(), "/health").send().await.status, 200, "{params}");
     }
 }
 

@@ -21,7 +21,7 @@ use crate::plain_agent::{Nixl, Setting, content, hex, settings};
 const LIMIT: Duration = Duration::from_secs(10);
 const TOKENS: u32 = 16;
 const BLOCKS: u32 = 64;
-const BLOCK_LEN: u64 = 128 << 10;
+const BLOCK_LEN: u64 = 16 << 10;
 const ALL: u64 = BLOCKS as u64 * BLOCK_LEN;
 /// The number of times that each race is run.
 const ROUNDS: usize = 20;
@@ -76,11 +76,12 @@ pub(crate) fn served_as_engine() -> bool {
         let command: Value = serde_json::from_str(&line).unwrap();
         let name = command[1].as_str().unwrap().to_owned();
         let seed = command[2].as_u64().unwrap_or(0) as usize;
+        let bytes = content(seed, ALL as usize);
         let answer = match command[0].as_str().unwrap() {
             // Computes all blocks, and lets a decode read them.
             "publish" => {
-                pool.copy_in(0, &content(seed, ALL as usize)).unwrap();
-                let all = BlockLists::single(0..BLOCKS);
+                pool.copy_in(0, &bytes).unwrap();
+                let all = BlockLists::single((0..BLOCKS).collect::<Vec<_>>());
                 let (lease, _) =
                     Prefill::new(&connector).publish(&*name, all, BLOCKS * TOKENS).unwrap();
                 leases.insert(name, lease);
@@ -89,7 +90,7 @@ pub(crate) fn served_as_engine() -> bool {
             // Ends the lease, and gives the blocks to another request.
             "reuse" => {
                 drop(leases.remove(&name));
-                pool.copy_in(0, &content(seed, ALL as usize)).unwrap();
+                pool.copy_in(0, &bytes).unwrap();
                 json!("reused")
             }
             _ => {

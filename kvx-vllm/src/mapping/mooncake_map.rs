@@ -76,12 +76,12 @@ impl SendMap {
             if divided && !geometry.layout().has_contiguous_heads() {
                 let sentence = "ranks divide its blocks by heads, which only a layout with heads before tokens allows: \
                                 use LBHNC";
-                return Err(context(ErrorKind::Incompatible.because(sentence.into())));
+                return Err(context(ErrorKind::Incompatible.because(sentence)));
             }
             if divided && (region.block_stride != region.block_len || stride != len) {
                 let sentence = "ranks divide its blocks by heads, but they are padded: use the same tensor-parallel \
                                 size";
-                return Err(context(ErrorKind::Incompatible.because(sentence.into())));
+                return Err(context(ErrorKind::Incompatible.because(sentence)));
             }
             let parts = if divided { u64::from(geometry.parts()) } else { 1 };
             let (own_part, their_part) = (region.block_len / parts, len / parts);

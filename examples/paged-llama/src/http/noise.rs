@@ -136,7 +136,10 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
-        tokio::join!(connect(stream, host), accept(accepted, head))
+        tokio::join!(
+            authenticate(stream, host, Role::Host),
+            authenticate(accepted, head, Role::Head)
+        )
     }
 
     #[tokio::test]

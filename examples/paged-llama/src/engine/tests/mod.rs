@@ -8,7 +8,6 @@ use std::time::Duration;
 
 use self::model::{Memory, expected, logits};
 use super::*;
-use crate::kv::Outcome;
 use crate::tokenizer::tests::bytes;
 
 const LIMIT: Duration = Duration::from_secs(10);

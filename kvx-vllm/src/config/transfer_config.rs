@@ -391,8 +391,8 @@ impl KvTransferConfig {
         builder.options(Options::from_json(self.extra().clone())).stage_device_memory(staged)
     }
 
-    /// Returns `kv_connector_module_path`. It is set only for a connector that the program
-    /// registered.
+    /// Returns `kv_connector_module_path`. It is set only for `KvxConnector`, and for a connector that
+    /// the program registered.
     pub fn kv_connector_module_path(&self) -> Option<&str> {
         self.kv_connector_module_path.as_deref()
     }

@@ -427,6 +427,25 @@ fn a_module_path_needs_a_registered_connector() {
 }
 
 #[test]
+fn kvx_connector_is_read_as_vllm_is_given_it() {
+    let text = r#"{"kv_connector": "KvxConnector", "kv_role": "kv_consumer", "kv_connector_module_path": "kvx.vllm"}"#;
+    let config = config(text);
+    assert_eq!(config.connector(), Some(&ConnectorKind::NixlPull));
+    assert!(config.has_connector("KvxConnector"));
+    for without in [
+        r#"{"kv_connector": "KvxConnector", "kv_role": "kv_both"}"#,
+        r#"{"kv_connector": "KvxConnector", "kv_role": "kv_both", "kv_connector_module_path": "kvx"}"#,
+    ] {
+        let error = refused(without);
+        assert!(error.contains(r#"needs "kv_connector_module_path": "kvx.vllm""#), "{error}");
+    }
+    // It is kvx's name with the module's only: others may be registered.
+    let program = Surroundings::default().connector("KvxConnector");
+    let own = within(r#"{"kv_connector": "KvxConnector", "kv_role": "kv_both"}"#, &program);
+    assert_eq!(own.connector(), Some(&ConnectorKind::Own("KvxConnector".into())));
+}
+
+#[test]
 fn multi_connector_looks_into_its_children() {
     let text = r#"{"kv_connector": "MultiConnector", "kv_role": "kv_producer", "engine_id": "e",
         "kv_connector_extra_config": {"kv_compat": "0.20", "connectors": [

@@ -166,8 +166,12 @@ def times(count=20):
 
 
 def through_router():
-    """What clients ask for, through `kvx proxy`, beside one server alone; and clients that leave."""
-    with Fleet(vllm("prefill", "kv_producer"), vllm("decode", "kv_consumer")) as (prefill, decode):
+    """What clients ask for, through `kvx proxy`, beside one server alone; and clients that leave. The fleet has a secret."""
+    secret = os.path.join(WORK, "fleet.secret")
+    if not os.path.exists(secret):
+        subprocess.run([os.path.join(BUILT, "kvx"), "secret", secret], check=True, timeout=60)
+    fleet = {"variables": {"KVX_SECRET_FILE": secret}}
+    with Fleet(vllm("prefill", "kv_producer", **fleet), vllm("decode", "kv_consumer", **fleet)) as (prefill, decode):
         port = ports(1)[0]
         words = [os.path.join(BUILT, "kvx"), "proxy", "--prefill", f"http://127.0.0.1:{prefill.port}", "--decode",
                  f"http://127.0.0.1:{decode.port}", "--host", "127.0.0.1", "--port", str(port)]
@@ -198,6 +202,8 @@ def through_router():
             check(text == alone, f"router: streamed {text!r} beside {alone!r}")
             abort(prefill, decode, 200)
             result = equal(prefill, decode, prefill, 9, "after aborts")
+            moved = decode.figure(["vllm:nixl_bytes_transferred_sum"])
+            check(moved, f"router: {moved} bytes moved: the decode has computed the prompts itself")
             used = still_in_use((prefill, decode))
             check(used == 0, f"router: {used} of a KV cache is still held")
             row("kvx proxy: logprobs, stop, n, stream; 200 aborts", "tiny-float32", result, f"{texts + (text == alone)} of 5 texts equal")

@@ -169,7 +169,10 @@ mod tests {
         assert_eq!(run.iter().map(|(version, _)| *version).collect::<Vec<_>>(), tested);
         let page = text(&root().join("docs/operations/vllm-connector.md"));
         for version in &tested {
-            assert!(page.contains(&format!("| {version}.0 |")), "the page has no row for {version}");
+            assert!(
+                page.contains(&format!("| {version}.0 |")),
+                "the page has no row for {version}"
+            );
         }
     }
 

@@ -16,6 +16,8 @@ mod nixl;
 mod probe;
 #[cfg(feature = "proxy")]
 mod proxy;
+#[cfg(feature = "release")]
+mod release;
 mod routes;
 mod secret;
 #[cfg(feature = "serve")]

@@ -49,6 +49,10 @@ pub(crate) struct Arguments {
     /// requests get 503), or decode, for at most a tenth of the decode instances' load.
     #[arg(long, value_name = "WHO")]
     fallback: Option<String>,
+    /// The backends over which to release the blocks of given-up requests at their prefills, or
+    /// `off` [default: SHM TCP]. RIXL also reaches vLLM, over NIXL.
+    #[arg(long, num_args = 1.., value_name = "BACKEND")]
+    release: Vec<String>,
     /// Send prompts of fewer tokens (estimated) to decode alone.
     #[arg(long, value_name = "TOKENS")]
     local_below: Option<u64>,
@@ -98,7 +102,7 @@ impl Arguments {
         }
         .with_environment();
         let secret = kvx::Secret::from_environment()?;
-        setup.fleet_secret = secret.map(|secret| FleetSecret::new(*secret.bytes()));
+        setup.fleet_secret = secret.as_ref().map(|secret| FleetSecret::new(*secret.bytes()));
         let hosts = !(self.prefiller_hosts.is_empty()
             && self.prefiller_ports.is_empty()
             && self.decoder_hosts.is_empty()
@@ -137,6 +141,13 @@ impl Arguments {
         setup.api_key_file = self.api_key_file.clone().or(setup.api_key_file);
         setup.tls_cert = self.tls_cert.clone().or(setup.tls_cert);
         setup.tls_key = self.tls_key.clone().or(setup.tls_key);
+        if !self.release.is_empty() {
+            setup.release = self.release.iter().filter(|name| *name != "off").cloned().collect();
+        }
+        #[cfg(feature = "release")]
+        {
+            setup.releaser = crate::release::releaser(&setup.release, secret)?;
+        }
         Ok(setup)
     }
 }
@@ -361,7 +372,7 @@ mod tests {
 
     #[test]
     fn flags_override_the_file() {
-        let flags = "--local-below 300 --fallback decode --connector MooncakeConnector --choice prefix --api-key-file keys \
+        let flags = "--local-below 300 --release TCP RIXL --fallback decode --connector MooncakeConnector --choice prefix --api-key-file keys \
                      --access-log off --tls-cert cert --tls-key key --host ::1 --port 9";
         let file =
             std::env::temp_dir().join(format!("kvx-proxy-flags-{}.toml", std::process::id()));
@@ -381,6 +392,7 @@ mod tests {
                 (300, PoolConnector::Mooncake, Choice::Prefix)
             );
             assert_eq!(setup.fallback, Fallback::Decode);
+            assert_eq!(setup.release, ["TCP", "RIXL"]);
             assert_eq!(setup.api_key_file, Some(PathBuf::from("keys")));
             assert_eq!(setup.access_log, AccessLog::Off);
             assert_eq!(

@@ -15,6 +15,7 @@ pub mod fuzz;
 mod log;
 mod metrics;
 mod relay;
+mod release;
 mod request;
 mod serve;
 #[doc(hidden)]
@@ -28,6 +29,7 @@ pub use compare::{ComparedAnswer, Comparison, compare};
 pub use endpoint::EndpointError;
 pub use error::{Error, Result};
 pub use explain::{CandidateReport, Explanation, SideReport, explain};
+pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, ReleaseResult};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::fleet::Fleet;
+use crate::release::ReleaseCounts;
 
 /// Counts by the values of two labels.
 type Counts = Mutex<BTreeMap<(&'static str, &'static str), u64>>;
@@ -63,6 +64,7 @@ pub(crate) struct Metrics {
     retries: Counts,
     ejections: Counts,
     fallbacks: Counts,
+    pub(crate) releases: Arc<ReleaseCounts>,
     pub(crate) retries_denied: AtomicU64,
     pub(crate) without_transfer: AtomicU64,
     pub(crate) log_lines_dropped: AtomicU64,
@@ -129,6 +131,7 @@ impl Default for Metrics {
             retries: zeros(&[("prefill", ""), ("decode", "")]),
             ejections: zeros(&[("refused", ""), ("errors", ""), ("slow", ""), ("health", "")]),
             fallbacks: zeros(&[("served", ""), ("refused", "")]),
+            releases: Arc::default(),
             retries_denied: AtomicU64::new(0),
             without_transfer: AtomicU64::new(0),
             log_lines_dropped: AtomicU64::new(0),
@@ -211,6 +214,11 @@ impl Metrics {
                     labels[0]
                 );
             }
+        }
+        let name = "kvx_proxy_releases_total";
+        head(into, name, "counter", "Releases of blocks that no decode fetches, by result.");
+        for (result, count) in self.releases.iter() {
+            let _ = writeln!(into, "{name}{{result=\"{result}\"}} {count}");
         }
         let plain = [
             (

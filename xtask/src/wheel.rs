@@ -13,7 +13,7 @@ use crate::{Result, peers, root};
 const LIMIT: Duration = Duration::from_secs(30 * 60);
 
 /// The features of the program: all that need no C compiler, without `serve`.
-const PROGRAM: &str = "shm,tcp,ucx,libfabric,mooncake,rixl,cuda,rocm,connector,proxy";
+const PROGRAM: &str = "shm,tcp,ucx,libfabric,mooncake,rixl,cuda,rocm,connector,proxy,release";
 
 /// Makes the wheel; with `check`, installs and uses it in a new environment together with NIXL.
 pub(crate) fn command(check: bool) -> Result<bool> {

@@ -17,6 +17,7 @@ use crate::fleet::instance::{Instance, Reason};
 use crate::fleet::watch::{WatchScope, round};
 use crate::log::{AccessLogger, LastErrors};
 use crate::metrics::Metrics;
+use crate::release::Releases;
 use crate::request::headers;
 use crate::serve::keys::Keys;
 use crate::setup::Setup;
@@ -85,6 +86,7 @@ pub(crate) struct Core {
     pub(crate) budget: RetryBudget,
     pub(crate) conversations: Conversations,
     pub(crate) fallbacks: Fallbacks,
+    pub(crate) releases: Arc<Releases>,
     /// Held while a new configuration replaces the current one.
     changes: tokio::sync::Mutex<()>,
     ids: Mutex<HashSet<String>>,
@@ -115,14 +117,17 @@ impl Core {
     /// request has ended.
     pub(crate) fn new(live: LiveSetup, access: AccessLogger) -> (Self, mpsc::Receiver<()>) {
         let (working, none_works) = mpsc::channel(1);
+        let metrics = Metrics::default();
+        let releases = Releases::new(live.setup.releaser.clone(), Arc::clone(&metrics.releases));
         let core = Core {
             live: RwLock::new(Arc::new(live)),
-            metrics: Metrics::default(),
+            metrics,
             access,
             errors: LastErrors::default(),
             budget: RetryBudget::default(),
             conversations: Conversations::default(),
             fallbacks: Fallbacks::default(),
+            releases: Arc::new(releases),
             changes: tokio::sync::Mutex::default(),
             ids: Mutex::default(),
             stored: Mutex::default(),

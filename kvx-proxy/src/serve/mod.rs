@@ -39,6 +39,7 @@ use crate::error::{Error, Result};
 use crate::fleet::watch;
 use crate::log::AccessLogger;
 use crate::relay::core::{Core, LiveSetup};
+use crate::release::KeptBlocks;
 use crate::setup::Setup;
 
 /// The most concurrent requests of an HTTP/2 connection. Each takes some 3 KiB until its client has
@@ -199,6 +200,9 @@ impl Proxy {
     /// Never fails because of a client or an instance.
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
+        let core = Arc::clone(&self.core);
+        let missed = move |blocks: &KeptBlocks, why: &str| core.errors.add(&blocks.instance, why);
+        let releasing = tokio::spawn(Arc::clone(&self.core.releases).serve(missed));
         let router = routes::router(Arc::clone(&self.core));
         let limits = self.core.live().setup.limits.clone();
         let http2 = Http2 {
@@ -249,6 +253,8 @@ impl Proxy {
         // Let connections send their last bytes.
         closing.send_replace(true);
         let _ = tokio::time::timeout(Duration::from_secs(1), closing.closed()).await;
+        self.core.releases.flush(Duration::from_secs(1)).await;
+        releasing.abort();
         self.core.access.flush(Duration::from_secs(1));
         Ok(())
     }

@@ -20,6 +20,7 @@ pub use instance::InstanceSetup;
 pub(crate) use instance::InstanceTable;
 
 use crate::error::{Error, Result};
+use crate::release::BlockReleaser;
 
 /// The configuration of the proxy. The README lists the keys of the file, which are the names of
 /// these fields.
@@ -37,6 +38,9 @@ pub struct Setup {
     pub choice: Choice,
     /// Who computes prompts while no prefill instance is up.
     pub fallback: Fallback,
+    /// The backends over which blocks that no decode instance fetches are released; none: they stay
+    /// until their lease ends. For the program that sets [`releaser`](Self::releaser).
+    pub release: Vec<String>,
     /// The number of a prompt's tokens that [`Choice::Prefix`] compares.
     pub prefix_tokens: usize,
     /// Prompts of fewer tokens go to decode alone.
@@ -76,6 +80,10 @@ pub struct Setup {
     /// from the program only.
     #[serde(skip)]
     pub fleet_secret: Option<FleetSecret>,
+    /// Releases blocks that no decode instance fetches; from the program only. A running proxy keeps
+    /// the one that it was started with. `None`: the blocks stay until their lease ends.
+    #[serde(skip)]
+    pub releaser: Option<BlockReleaser>,
 }
 
 /// The connector of a pool's instances, which determines the recipe of its requests.
@@ -299,6 +307,7 @@ impl Default for Setup {
             connector: PoolConnector::Auto,
             choice: Choice::default(),
             fallback: Fallback::Off,
+            release: ["SHM", "TCP"].map(str::to_owned).into(),
             prefix_tokens: 256,
             local_below: 0,
             drain: Duration::from_secs(30),
@@ -315,6 +324,7 @@ impl Default for Setup {
             openai_api_key: None,
             admin_api_key: None,
             fleet_secret: None,
+            releaser: None,
         }
     }
 }

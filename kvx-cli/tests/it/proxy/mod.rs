@@ -13,7 +13,7 @@ mod endpoints;
 mod errors;
 mod explain;
 mod fallback;
-mod faults;
+pub(crate) mod faults;
 pub(crate) mod fleet;
 mod instances;
 mod load;
@@ -46,11 +46,19 @@ fn trial<F: Future<Output = ()>>(name: &str, test: impl FnOnce() -> F + Send + '
 }
 
 pub(crate) fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) -> Result<(), Failure> {
+    run_within(LIMIT, test)
+}
+
+/// Runs a test that may take this long.
+pub(crate) fn run_within<F: Future<Output = ()>>(
+    limit: Duration,
+    test: impl FnOnce() -> F,
+) -> Result<(), Failure> {
     // The test waits for its instances without yielding; connections proceed on the other thread.
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let ended = runtime.block_on(async { tokio::time::timeout(LIMIT, test()).await });
-    ended.map_err(|_| Failure::new(format!("it has not ended within {LIMIT:?}")))
+    let ended = runtime.block_on(async { tokio::time::timeout(limit, test()).await });
+    ended.map_err(|_| Failure::new(format!("it has not ended within {limit:?}")))
 }
 
 /// The trial with many connections, in a process with a raised limit of descriptors.

@@ -14,7 +14,9 @@ mod fleet;
 pub mod fuzz;
 mod log;
 mod metrics;
+mod recording;
 mod relay;
+pub mod replay;
 mod request;
 mod serve;
 #[doc(hidden)]
@@ -31,7 +33,7 @@ pub use explain::{CandidateReport, Explanation, SideReport, explain};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,
-    Pool, PoolConnector, Retries, Setup, Timeouts,
+    Pool, PoolConnector, Retries, Setup, Timeouts, parse_duration, parse_size,
 };
 
 /// Entry points of the benchmark `choice`.

@@ -17,6 +17,7 @@ use crate::fleet::instance::{Instance, Reason};
 use crate::fleet::watch::{WatchScope, round};
 use crate::log::{AccessLogger, LastErrors};
 use crate::metrics::Metrics;
+use crate::recording::writer::Recorder;
 use crate::request::headers;
 use crate::serve::keys::Keys;
 use crate::setup::Setup;
@@ -81,6 +82,7 @@ pub(crate) struct Core {
     live: RwLock<Arc<LiveSetup>>,
     pub(crate) metrics: Metrics,
     pub(crate) access: AccessLogger,
+    pub(crate) recorder: Recorder,
     pub(crate) errors: LastErrors,
     pub(crate) budget: RetryBudget,
     pub(crate) conversations: Conversations,
@@ -113,12 +115,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Core {
     /// Creates the shared state. The returned receiver closes once a drain has begun and the last
     /// request has ended.
-    pub(crate) fn new(live: LiveSetup, access: AccessLogger) -> (Self, mpsc::Receiver<()>) {
+    pub(crate) fn new(
+        live: LiveSetup,
+        access: AccessLogger,
+        recorder: Recorder,
+    ) -> (Self, mpsc::Receiver<()>) {
         let (working, none_works) = mpsc::channel(1);
         let core = Core {
             live: RwLock::new(Arc::new(live)),
-            metrics: Metrics::default(),
+            metrics: Metrics::new(recorder.lost()),
             access,
+            recorder,
             errors: LastErrors::default(),
             budget: RetryBudget::default(),
             conversations: Conversations::default(),

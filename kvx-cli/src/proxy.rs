@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io::{LineWriter, Read as _, Write as _};
 use std::path::PathBuf;
 
-use kvx_proxy::{AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup};
+use kvx_proxy::{
+    AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup, parse_size,
+};
 
 use crate::Result;
 
@@ -59,6 +61,13 @@ pub(crate) struct Arguments {
     /// The access log, one JSON line per request: stdout, off, or a file.
     #[arg(long, value_name = "FILE")]
     access_log: Option<String>,
+    /// Record the requests for `kvx replay`: times, lengths, outcomes and keyed hashes of prompts,
+    /// without their text.
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
+    /// The most bytes of the recording, such as 64MiB [default: 256MiB].
+    #[arg(long, value_name = "SIZE")]
+    record_size: Option<String>,
     /// A file with one key per line; clients then need one of them.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
@@ -137,6 +146,10 @@ impl Arguments {
         setup.local_below = self.local_below.unwrap_or(setup.local_below);
         if let Some(name) = &self.access_log {
             setup.access_log = AccessLog::from_name(name);
+        }
+        setup.record = self.record.clone().or(setup.record);
+        if let Some(size) = &self.record_size {
+            setup.record_size = parse_size(size)?;
         }
         setup.api_key_file = self.api_key_file.clone().or(setup.api_key_file);
         setup.tls_cert = self.tls_cert.clone().or(setup.tls_cert);

@@ -14,8 +14,10 @@ mod fleet;
 pub mod fuzz;
 mod log;
 mod metrics;
+mod recording;
 mod relay;
 mod release;
+pub mod replay;
 mod request;
 mod serve;
 #[doc(hidden)]
@@ -33,7 +35,7 @@ pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, Releas
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,
-    Pool, PoolConnector, Retries, Setup, Timeouts,
+    Pool, PoolConnector, Retries, Setup, Timeouts, parse_duration, parse_size,
 };
 
 /// Entry points of the benchmark `choice`.

@@ -68,6 +68,8 @@ pub(crate) struct Metrics {
     pub(crate) retries_denied: AtomicU64,
     pub(crate) without_transfer: AtomicU64,
     pub(crate) log_lines_dropped: AtomicU64,
+    /// The recorder's counter.
+    pub(crate) recording_lines_dropped: Arc<AtomicU64>,
     pub(crate) in_flight: AtomicI64,
     pub(crate) queued: AtomicI64,
     pub(crate) connections: AtomicI64,
@@ -135,6 +137,7 @@ impl Default for Metrics {
             retries_denied: AtomicU64::new(0),
             without_transfer: AtomicU64::new(0),
             log_lines_dropped: AtomicU64::new(0),
+            recording_lines_dropped: Arc::default(),
             in_flight: AtomicI64::new(0),
             queued: AtomicI64::new(0),
             connections: AtomicI64::new(0),
@@ -148,6 +151,11 @@ impl Default for Metrics {
 }
 
 impl Metrics {
+    /// Returns metrics that show this counter of a recorder.
+    pub(crate) fn new(recording_lines_dropped: Arc<AtomicU64>) -> Self {
+        Metrics { recording_lines_dropped, ..Metrics::default() }
+    }
+
     pub(crate) fn request(&self, outcome: RequestOutcome) {
         add(&self.requests, outcome.as_str(), "");
     }
@@ -238,6 +246,12 @@ impl Metrics {
                 "counter",
                 "Access log lines that could not be written in time.",
                 &self.log_lines_dropped,
+            ),
+            (
+                "recording_lines_dropped_total",
+                "counter",
+                "Requests that the recording lacks: the disk was slow or full, or its limit reached.",
+                &*self.recording_lines_dropped,
             ),
         ];
         for (name, kind, help, value) in plain {

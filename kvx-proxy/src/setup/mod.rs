@@ -50,6 +50,12 @@ pub struct Setup {
     pub drain: Duration,
     /// The destination of the access log, which has one JSON line per request.
     pub access_log: AccessLog,
+    /// A file that [`replay`](crate::replay) can play: times, lengths and outcomes of requests, and
+    /// keyed hashes of their prompts.
+    pub record: Option<PathBuf>,
+    /// The most bytes of the recording.
+    #[serde(deserialize_with = "units::read_size")]
+    pub record_size: usize,
     /// Enables `/` and `/status`.
     pub page: bool,
     /// A file with one key per line; clients need one of them, also for `/status` and `/metrics`.
@@ -312,6 +318,8 @@ impl Default for Setup {
             local_below: 0,
             drain: Duration::from_secs(30),
             access_log: AccessLog::Stdout,
+            record: None,
+            record_size: 256 << 20,
             page: true,
             api_key_file: None,
             tls_cert: None,
@@ -388,6 +396,27 @@ impl Default for Pool {
             decode: Vec::new(),
         }
     }
+}
+
+/// Parses a duration as the configuration has them: `250ms`, `5s`, `2m` or `1h`.
+///
+/// # Errors
+///
+/// Fails for other texts; the message lists the units.
+pub fn parse_duration(text: &str) -> Result<Duration> {
+    units::duration(text)
+        .filter(|duration| !duration.is_zero())
+        .ok_or_else(|| Error::new(format!("{text:?} is not a duration; write 250ms, 5s, 2m or 1h")))
+}
+
+/// Parses a size as the configuration has them: bytes, `64KiB` or `32MiB`.
+///
+/// # Errors
+///
+/// Fails for other texts; the message lists the units.
+pub fn parse_size(text: &str) -> Result<usize> {
+    units::size(text)
+        .ok_or_else(|| Error::new(format!("{text:?} is not a size; write bytes, 64KiB or 32MiB")))
 }
 
 impl Setup {

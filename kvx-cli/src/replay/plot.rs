@@ -88,7 +88,7 @@ fn y(axis: &Axis, value: f64) -> f64 {
 fn thinned(series: &[(f64, f64)]) -> impl Iterator<Item = (f64, f64)> + '_ {
     let step = series.len().div_ceil(POINTS).max(1);
     let last = series.len().saturating_sub(1);
-    let kept = move |at: &usize| at % step == 0 || *at == last;
+    let kept = move |at: &usize| at.is_multiple_of(step) || *at == last;
     (0..series.len()).filter(kept).map(move |at| series[at])
 }
 

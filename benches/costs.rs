@@ -3,22 +3,19 @@
 //! `cargo bench --bench costs` runs criterion. With `-- --bars` it prints only the figures that
 //! have a limit, one JSON object per line, for `cargo xtask limits`.
 
-mod still;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::future::Future;
 use std::hint::black_box;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, Throughput};
 use kvx::{Agent, Completion, Grid, GridSet, Memory, Options, Peer, PeerRegion, Plan, Region};
-use kvx_core::backend::{BoundPlan, Metadata, Ticket};
-
-use still::{Still, last_posted};
+use kvx_core::backend::{BoundPlan, LinkState, Metadata, Ticket};
+use kvx_testkit::{StillBackend, median_time};
 
 /// An allocator that counts allocations, to prove that a path makes none.
 struct Counted;
@@ -65,12 +62,18 @@ struct Ends {
     local: GridSet<Region>,
     remote: GridSet<PeerRegion>,
     owner: Agent,
+    /// The plan that was posted last, as transports receive it.
+    posted: Arc<Mutex<Option<Arc<BoundPlan>>>>,
 }
 
 impl Ends {
     fn new() -> Self {
         let mut registry = kvx::registry();
-        registry.add(Still).expect("the name is unused");
+        let posted = Arc::<Mutex<Option<_>>>::default();
+        let last = Arc::clone(&posted);
+        let note = move |plan| *last.lock().expect("no post panics") = Some(plan);
+        let still = StillBackend::new("STILL", |id, events| events.link(id, LinkState::Up), note);
+        registry.add(still).expect("the name is unused");
         let build = |name: &str| {
             Agent::builder(name)
                 .backends(["STILL"])
@@ -87,7 +90,7 @@ impl Ends {
             .connect(owner.metadata().expect("it has metadata"))
             .expect("both agents have the same release");
         let remote = peer.region("blocks").expect("it was registered").grid(grid).expect("it fits");
-        Ends { local: local.grid(grid).expect("it fits"), remote, agent, peer, owner }
+        Ends { local: local.grid(grid).expect("it fits"), remote, agent, peer, owner, posted }
     }
 
     fn plan(&self, (to, from): (&Arc<[u32]>, &Arc<[u32]>)) -> Plan {
@@ -97,7 +100,8 @@ impl Ends {
 
     fn bound(&self, plan: &Plan) -> Arc<BoundPlan> {
         self.post(plan);
-        last_posted()
+        let last = self.posted.lock().expect("no post panics");
+        Arc::clone(last.as_ref().expect("a plan was posted"))
     }
 
     fn post(&self, plan: &Plan) {
@@ -248,16 +252,8 @@ impl Slice for Arc<[u32]> {
 }
 
 /// Returns the median time of a call, in nanoseconds.
-fn nanoseconds(times: usize, mut call: impl FnMut()) -> f64 {
-    let mut each: Vec<_> = (0..times)
-        .map(|_| {
-            let start = Instant::now();
-            call();
-            start.elapsed()
-        })
-        .collect();
-    each.sort_unstable();
-    each[times / 2].as_secs_f64() * 1e9
+fn nanoseconds(times: usize, call: impl FnMut()) -> f64 {
+    median_time(times, call).as_secs_f64() * 1e9
 }
 
 /// Prints the figures that have a limit.

@@ -20,7 +20,7 @@ use kvx::connector::{
     WorkerRank,
 };
 use kvx::{Agent, Grid, GridSet, Memory, Op, Options, Peer, Plan, Region};
-use kvx_testkit::{Child, cpu_time};
+use kvx_testkit::{Child, cpu_time, hex, unhex};
 
 /// The environment variable of a prefill's process that names its backend.
 const PREFILL: &str = "KVX_BENCH_PREFILL";
@@ -172,9 +172,8 @@ fn prefill(backend: &str) {
     let (of, workers) = (number(PREFILL_BLOCKS), number(PREFILL_WORKERS));
     let name = format!("prefill-{}", std::process::id());
     let engine = Engine::new(&name, backend, of, Split { heads: workers, workers });
-    let metadata = |(agent, _): &(Agent, Region)| -> String {
-        agent.metadata().expect("metadata").iter().map(|byte| format!("{byte:02x}")).collect()
-    };
+    let metadata =
+        |(agent, _): &(Agent, Region)| -> String { hex(&agent.metadata().expect("metadata")) };
     say(engine.agents.iter().map(metadata).collect::<Vec<_>>().join(" "));
     let (mut leases, mut published): (Vec<Lease>, u64) = (Vec::new(), 0);
     for line in std::io::stdin().lock().lines() {
@@ -237,11 +236,7 @@ impl Apart {
     /// Returns the metadata of its agents without a connector, which is the first line it prints.
     fn metadata(&self) -> Vec<Vec<u8>> {
         let text = self.0.hear(PATIENCE).expect("the prefill's metadata");
-        let bytes = |text: &str| {
-            let byte = |at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal");
-            (0..text.len() / 2).map(byte).collect()
-        };
-        text.split(' ').map(bytes).collect()
+        text.split(' ').map(unhex).collect()
     }
 
     /// Publishes `blocks` blocks and returns their parameters, as JSON.

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use criterion::{Criterion, SamplingMode, Throughput};
 use kvx::{Agent, Grid, Memory, Op, Options, Peer, Plan, Region};
-use kvx_testkit::Child;
+use kvx_testkit::{Child, hex, unhex};
 
 /// The environment variable of the owner's process that names its backend.
 const OWNER: &str = "KVX_BENCH_OWNER";
@@ -27,9 +27,7 @@ fn own(backend: &str) {
     let agent = kvx::agent("bench-owner").backends([backend]).build().expect("it is available");
     let pool = Memory::pool(POOL as usize).build().expect("64 MiB");
     let _pool = agent.register("pool", pool).expect("host memory");
-    let metadata: String =
-        agent.metadata().expect("metadata").iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("{metadata}");
+    println!("{}", hex(&agent.metadata().expect("metadata")));
     std::io::stdout().flush().expect("the parent reads standard output");
     std::io::stdin().lock().lines().for_each(drop);
     agent.shutdown(PATIENCE).join().ok(); // the process exits in any case
@@ -46,10 +44,7 @@ struct Reader {
 impl Reader {
     fn connect(backend: &str) -> Self {
         let owner = Child::start_self(OWNER, backend).expect("this program starts");
-        let text = owner.hear(PATIENCE).expect("the owner's metadata");
-        let metadata: Vec<u8> = (0..text.len() / 2)
-            .map(|at| u8::from_str_radix(&text[2 * at..2 * at + 2], 16).expect("hexadecimal"))
-            .collect();
+        let metadata = unhex(&owner.hear(PATIENCE).expect("the owner's metadata"));
         let agent = kvx::agent("bench").backends([backend]).build().expect("it is available");
         let pool = agent
             .register("pool", Memory::pool(POOL as usize).build().expect("64 MiB"))

@@ -12,6 +12,7 @@ const TARGETS: &[&[(&str, fn(&[u8]))]] = &[
     kvx_core::fuzz::TARGETS,
     kvx_backend::fuzz::TARGETS,
     kvx_native::fuzz::TARGETS,
+    kvx_vllm::events::fuzz::TARGETS,
     kvx_vllm::config::fuzz::TARGETS,
     kvx_vllm::wire::fuzz::TARGETS,
     kvx_vllm::zmtp::fuzz::TARGETS,

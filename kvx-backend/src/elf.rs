@@ -77,8 +77,6 @@ struct Dynamic {
     paths: Vec<String>,
 }
 
-const SEGMENT_LOAD: u32 = 1;
-const SEGMENT_DYNAMIC: u32 = 2;
 const TAG_NEEDED: u64 = 1;
 const TAG_STRINGS: u64 = 5;
 const TAG_RPATH: u64 = 15;
@@ -95,8 +93,8 @@ impl Dynamic {
             let (kind, offset) = (elf.u32(at)?, elf.u64(at + 8)?);
             let (address, len) = (elf.u64(at + 16)?, elf.u64(at + 32)?);
             match kind {
-                SEGMENT_LOAD => loads.push((address, offset, len)),
-                SEGMENT_DYNAMIC => dynamic = Some((offset, len)),
+                libc::PT_LOAD => loads.push((address, offset, len)),
+                libc::PT_DYNAMIC => dynamic = Some((offset, len)),
                 _ => {}
             }
         }

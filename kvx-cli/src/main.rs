@@ -16,6 +16,10 @@ mod nixl;
 mod probe;
 #[cfg(feature = "proxy")]
 mod proxy;
+#[cfg(feature = "release")]
+mod release;
+#[cfg(feature = "proxy")]
+mod replay;
 mod routes;
 mod secret;
 #[cfg(feature = "serve")]
@@ -74,6 +78,9 @@ enum Command {
     /// Route requests of clients to a fleet of prefill and decode instances.
     #[cfg(feature = "proxy")]
     Proxy(Box<proxy::Arguments>),
+    /// Play recorded requests against a fleet, and measure its answers.
+    #[cfg(feature = "proxy")]
+    Replay(Box<replay::Arguments>),
     /// Serve a model as `vllm serve` does, with KV cache from and to other servers.
     #[cfg(feature = "serve")]
     #[command(disable_help_flag = true)]
@@ -166,6 +173,8 @@ fn main() -> ExitCode {
         },
         #[cfg(feature = "proxy")]
         Command::Proxy(arguments) => proxy::run(&arguments, out),
+        #[cfg(feature = "proxy")]
+        Command::Replay(arguments) => replay::run(&arguments, out),
         Command::Secret(arguments) => secret::run(&arguments, out),
     };
     match done.and_then(|()| Ok(out.flush()?)) {

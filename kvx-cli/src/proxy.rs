@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io::{LineWriter, Read as _, Write as _};
 use std::path::PathBuf;
 
-use kvx_proxy::{AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup};
+use kvx_proxy::{
+    AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup, parse_size,
+};
 
 use crate::Result;
 
@@ -49,12 +51,23 @@ pub(crate) struct Arguments {
     /// requests get 503), or decode, for at most a tenth of the decode instances' load.
     #[arg(long, value_name = "WHO")]
     fallback: Option<String>,
+    /// The backends over which to release the blocks of given-up requests at their prefills, or
+    /// `off` [default: SHM TCP]. RIXL also reaches vLLM, over NIXL.
+    #[arg(long, num_args = 1.., value_name = "BACKEND")]
+    release: Vec<String>,
     /// Send prompts of fewer tokens (estimated) to decode alone.
     #[arg(long, value_name = "TOKENS")]
     local_below: Option<u64>,
     /// The access log, one JSON line per request: stdout, off, or a file.
     #[arg(long, value_name = "FILE")]
     access_log: Option<String>,
+    /// Record the requests for `kvx replay`: times, lengths, outcomes and keyed hashes of prompts,
+    /// without their text.
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
+    /// The most bytes of the recording, such as 64MiB [default: 256MiB].
+    #[arg(long, value_name = "SIZE")]
+    record_size: Option<String>,
     /// A file with one key per line; clients then need one of them.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
@@ -98,7 +111,7 @@ impl Arguments {
         }
         .with_environment();
         let secret = kvx::Secret::from_environment()?;
-        setup.fleet_secret = secret.map(|secret| FleetSecret::new(*secret.bytes()));
+        setup.fleet_secret = secret.as_ref().map(|secret| FleetSecret::new(*secret.bytes()));
         let hosts = !(self.prefiller_hosts.is_empty()
             && self.prefiller_ports.is_empty()
             && self.decoder_hosts.is_empty()
@@ -134,9 +147,20 @@ impl Arguments {
         if let Some(name) = &self.access_log {
             setup.access_log = AccessLog::from_name(name);
         }
+        setup.record = self.record.clone().or(setup.record);
+        if let Some(size) = &self.record_size {
+            setup.record_size = parse_size(size)?;
+        }
         setup.api_key_file = self.api_key_file.clone().or(setup.api_key_file);
         setup.tls_cert = self.tls_cert.clone().or(setup.tls_cert);
         setup.tls_key = self.tls_key.clone().or(setup.tls_key);
+        if !self.release.is_empty() {
+            setup.release = self.release.iter().filter(|name| *name != "off").cloned().collect();
+        }
+        #[cfg(feature = "release")]
+        {
+            setup.releaser = crate::release::releaser(&setup.release, secret)?;
+        }
         Ok(setup)
     }
 }
@@ -361,7 +385,7 @@ mod tests {
 
     #[test]
     fn flags_override_the_file() {
-        let flags = "--local-below 300 --fallback decode --connector MooncakeConnector --choice prefix --api-key-file keys \
+        let flags = "--local-below 300 --release TCP RIXL --fallback decode --connector MooncakeConnector --choice prefix --api-key-file keys \
                      --access-log off --tls-cert cert --tls-key key --host ::1 --port 9";
         let file =
             std::env::temp_dir().join(format!("kvx-proxy-flags-{}.toml", std::process::id()));
@@ -381,6 +405,7 @@ mod tests {
                 (300, PoolConnector::Mooncake, Choice::Prefix)
             );
             assert_eq!(setup.fallback, Fallback::Decode);
+            assert_eq!(setup.release, ["TCP", "RIXL"]);
             assert_eq!(setup.api_key_file, Some(PathBuf::from("keys")));
             assert_eq!(setup.access_log, AccessLog::Off);
             assert_eq!(

@@ -7,6 +7,7 @@
 //! - [`Prefill`] and [`Decode`] publish and load blocks one by one. [`Connector`] has the calls of a
 //!   step loop, named as in vLLM's scheduler.
 //! - [`Rank`] registers the caches of one worker, in the engine's process or in its own.
+//! - [`Releaser`] is for routers: it ends the leases of blocks that no decode will fetch.
 //! - [`DensePool`] is for engines with a dense tensor for each sequence.
 //! - [`nixl`] gives kvx agents and NIXL agents with the backend KVX access to each other, without a
 //!   NIXL library.
@@ -108,7 +109,7 @@ pub use runtime::fuzz;
 pub use runtime::{
     Connector, ConnectorBuilder, Decode, DenseBlocks, DenseLease, DenseModel, DensePool, DenseView,
     DenseViewMut, Fetch, Group, HeldBlocks, JoinedRank, Lease, LoadError, Loaded, Prefill, Probe,
-    Rank, Released, describe_metrics, probe,
+    Rank, Released, Releaser, describe_metrics, probe,
 };
 
 // The values that this API takes and returns, as kvx-vllm defines them.

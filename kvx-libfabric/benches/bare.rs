@@ -8,7 +8,7 @@
 //! copies before it returns. Of kvx it uses only the bindings and the test kit's baseline module.
 
 use kvx_backend::baseline::{self, Baseline, BlockPair, Channel, HugeMemory, Point, answer};
-use kvx_backend::loader::Search;
+use kvx_backend::loader::{FunctionTable as _, Search};
 use kvx_libfabric::raw::*;
 use std::cell::Cell;
 use std::ffi::{CStr, CString};

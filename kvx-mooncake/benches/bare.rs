@@ -7,7 +7,7 @@
 //! module.
 
 use kvx_backend::baseline::{self, Baseline, Channel, HugeMemory, Point, answer};
-use kvx_backend::loader::Search;
+use kvx_backend::loader::{FunctionTable as _, Search};
 use kvx_mooncake::raw::{adapter, *};
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::ptr::null_mut;

@@ -2,6 +2,8 @@
 #![cfg(target_os = "linux")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[cfg(any(feature = "shm", feature = "tcp"))]
+mod clock;
 mod described;
 #[doc(hidden)]
 pub mod fuzz;

@@ -8,6 +8,7 @@ use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
 use crate::fleet::watch;
 use crate::log::AccessLogger;
+use crate::recording::writer::Recorder;
 use crate::relay::core::{Core, LiveSetup};
 use crate::serve;
 use crate::setup::{Finding, PoolConnector, Setup};
@@ -30,7 +31,7 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
             return found;
         }
     };
-    let (core, _none_works) = Core::new(live, AccessLogger::off());
+    let (core, _none_works) = Core::new(live, AccessLogger::off(), Recorder::off());
     let core = Arc::new(core);
     let live = core.live();
     watch::round(&core, &live, watch::WatchScope::Everything).await;

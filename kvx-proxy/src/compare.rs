@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::endpoint::{Endpoint, EndpointClient, EndpointError, client};
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// The answers of two endpoints to one prompt.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -127,15 +127,7 @@ pub async fn compare(
     let client = client(&endpoints)?;
     let model = match model {
         Some(model) => model.to_owned(),
-        None => {
-            let models = endpoints[0].ask(&client, key, "/v1/models", None).await;
-            let models =
-                models.map_err(|why| Error::new(format!("{}: GET /v1/models: {why}", urls[0])))?;
-            let first = models.pointer("/data/0/id").and_then(Value::as_str);
-            first.map(str::to_owned).ok_or_else(|| {
-                Error::new(format!("{} lists no model; name one with --model", urls[0]))
-            })?
-        }
+        None => endpoints[0].first_model(&client, key).await?,
     };
     for prompt in prompts() {
         let body = json!({

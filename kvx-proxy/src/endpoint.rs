@@ -1,4 +1,4 @@
-//! Endpoints that the commands of `kvx proxy` ask: `--compare` and `--explain`.
+//! Endpoints that commands ask: `kvx replay`, and `--compare` and `--explain` of `kvx proxy`.
 
 use std::fmt;
 use std::time::Duration;
@@ -128,15 +128,18 @@ impl Endpoint {
         Ok(Endpoint(format!("{scheme}://{authority}{base}")))
     }
 
-    /// Sends a `GET`, or a `POST` with a JSON body, and returns the JSON of a successful answer.
-    pub(crate) async fn ask(
+    /// Returns its URL without a path.
+    pub(crate) fn url(&self) -> &str {
+        &self.0
+    }
+
+    /// Builds a `GET`, or a `POST` with a JSON body.
+    pub(crate) fn request(
         &self,
-        client: &EndpointClient,
         key: Option<&str>,
         path: &str,
         body: Option<String>,
-    ) -> std::result::Result<Value, EndpointError> {
-        let until = Instant::now() + ANSWER;
+    ) -> std::result::Result<Request<Full<Bytes>>, EndpointError> {
         let mut request = Request::new(Full::default());
         *request.uri_mut() =
             format!("{}{path}", self.0).parse().map_err(|_| "the URL is invalid".to_owned())?;
@@ -147,6 +150,34 @@ impl Endpoint {
             json_headers(request.headers_mut(), body.len());
             *request.body_mut() = Full::new(body.into());
         }
+        Ok(request)
+    }
+
+    /// Returns the first model that the endpoint lists.
+    pub(crate) async fn first_model(
+        &self,
+        client: &EndpointClient,
+        key: Option<&str>,
+    ) -> Result<String> {
+        let models = self.ask(client, key, "/v1/models", None).await;
+        let models =
+            models.map_err(|why| Error::new(format!("{}: GET /v1/models: {why}", self.0)))?;
+        let first = models.pointer("/data/0/id").and_then(Value::as_str);
+        first
+            .map(str::to_owned)
+            .ok_or_else(|| Error::new(format!("{} lists no model; name one with --model", self.0)))
+    }
+
+    /// Sends a `GET`, or a `POST` with a JSON body, and returns the JSON of a successful answer.
+    pub(crate) async fn ask(
+        &self,
+        client: &EndpointClient,
+        key: Option<&str>,
+        path: &str,
+        body: Option<String>,
+    ) -> std::result::Result<Value, EndpointError> {
+        let until = Instant::now() + ANSWER;
+        let request = self.request(key, path, body)?;
         let response = timeout_at(until, client.request(request)).await;
         let response =
             response.map_err(|_| "no answer in time".to_owned())?.map_err(|error| words(&error))?;
@@ -154,15 +185,21 @@ impl Endpoint {
         let bytes =
             whole(response.into_body(), WHOLE, until).await.map_err(|fault| fault.to_string())?;
         let value: Option<Value> = serde_json::from_slice(&bytes).ok();
-        let message = match value {
-            Some(value) if status.is_success() => return Ok(value),
-            Some(value) => {
-                let words = value.pointer("/error/message").and_then(Value::as_str);
-                words.map_or_else(|| value.to_string(), str::to_owned)
-            }
-            None => "the answer is not JSON".to_owned(),
-        };
-        Err(EndpointError { status: Some(status.as_u16()), message })
+        match value {
+            Some(value) if status.is_success() => Ok(value),
+            value => Err(EndpointError { status: Some(status.as_u16()), message: message(value) }),
+        }
+    }
+}
+
+/// Returns the message of an answer that is an error.
+pub(crate) fn message(answer: Option<Value>) -> String {
+    match answer {
+        Some(value) => {
+            let words = value.pointer("/error/message").and_then(Value::as_str);
+            words.map_or_else(|| value.to_string(), str::to_owned)
+        }
+        None => "the answer is not JSON".to_owned(),
     }
 }
 

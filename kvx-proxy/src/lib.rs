@@ -14,7 +14,10 @@ mod fleet;
 pub mod fuzz;
 mod log;
 mod metrics;
+mod recording;
 mod relay;
+mod release;
+pub mod replay;
 mod request;
 mod serve;
 #[doc(hidden)]
@@ -28,10 +31,11 @@ pub use compare::{ComparedAnswer, Comparison, compare};
 pub use endpoint::EndpointError;
 pub use error::{Error, Result};
 pub use explain::{CandidateReport, Explanation, SideReport, explain};
+pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, ReleaseResult};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,
-    Pool, PoolConnector, Retries, Setup, Timeouts,
+    Pool, PoolConnector, Retries, Setup, Timeouts, parse_duration, parse_size,
 };
 
 /// Entry points of the benchmark `choice`.

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::fleet::Fleet;
+use crate::release::ReleaseCounts;
 
 /// Counts by the values of two labels.
 type Counts = Mutex<BTreeMap<(&'static str, &'static str), u64>>;
@@ -63,9 +64,12 @@ pub(crate) struct Metrics {
     retries: Counts,
     ejections: Counts,
     fallbacks: Counts,
+    pub(crate) releases: Arc<ReleaseCounts>,
     pub(crate) retries_denied: AtomicU64,
     pub(crate) without_transfer: AtomicU64,
     pub(crate) log_lines_dropped: AtomicU64,
+    /// The recorder's counter.
+    pub(crate) recording_lines_dropped: Arc<AtomicU64>,
     pub(crate) in_flight: AtomicI64,
     pub(crate) queued: AtomicI64,
     pub(crate) connections: AtomicI64,
@@ -129,9 +133,11 @@ impl Default for Metrics {
             retries: zeros(&[("prefill", ""), ("decode", "")]),
             ejections: zeros(&[("refused", ""), ("errors", ""), ("slow", ""), ("health", "")]),
             fallbacks: zeros(&[("served", ""), ("refused", "")]),
+            releases: Arc::default(),
             retries_denied: AtomicU64::new(0),
             without_transfer: AtomicU64::new(0),
             log_lines_dropped: AtomicU64::new(0),
+            recording_lines_dropped: Arc::default(),
             in_flight: AtomicI64::new(0),
             queued: AtomicI64::new(0),
             connections: AtomicI64::new(0),
@@ -145,6 +151,11 @@ impl Default for Metrics {
 }
 
 impl Metrics {
+    /// Returns metrics that show this counter of a recorder.
+    pub(crate) fn new(recording_lines_dropped: Arc<AtomicU64>) -> Self {
+        Metrics { recording_lines_dropped, ..Metrics::default() }
+    }
+
     pub(crate) fn request(&self, outcome: RequestOutcome) {
         add(&self.requests, outcome.as_str(), "");
     }
@@ -212,6 +223,11 @@ impl Metrics {
                 );
             }
         }
+        let name = "kvx_proxy_releases_total";
+        head(into, name, "counter", "Releases of blocks that no decode fetches, by result.");
+        for (result, count) in self.releases.iter() {
+            let _ = writeln!(into, "{name}{{result=\"{result}\"}} {count}");
+        }
         let plain = [
             (
                 "retries_denied_total",
@@ -230,6 +246,12 @@ impl Metrics {
                 "counter",
                 "Access log lines that could not be written in time.",
                 &self.log_lines_dropped,
+            ),
+            (
+                "recording_lines_dropped_total",
+                "counter",
+                "Requests that the recording lacks: the disk was slow or full, or its limit reached.",
+                &*self.recording_lines_dropped,
             ),
         ];
         for (name, kind, help, value) in plain {

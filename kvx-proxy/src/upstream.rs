@@ -10,10 +10,11 @@ use hyper::header::{CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::http::uri::PathAndQuery;
 use hyper::{Method, Request, Response, StatusCode, Uri};
 use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::client::legacy::connect::{HttpConnector, capture_connection};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use tokio::time::{Instant, timeout_at};
 
+use crate::release::Delivery;
 use crate::setup::{InstanceSetup, Setup};
 
 /// The most bytes of an instance's answer that is read as a whole: a prefill's, an error's, a list
@@ -127,6 +128,22 @@ impl Upstream {
         body: Bytes,
         until: Instant,
     ) -> Result<Response<Incoming>, Fault> {
+        self.send_watched(instance, method, path, headers, body, until, &Delivery::default()).await
+    }
+
+    /// Sends a request as [`send`](Self::send) does. `delivery` tells whether the instance may have
+    /// it.
+    #[expect(clippy::too_many_arguments, reason = "the parts of a request, and its delivery")]
+    pub(crate) async fn send_watched(
+        &self,
+        instance: &InstanceSetup,
+        method: Method,
+        path: &PathAndQuery,
+        headers: HeaderMap,
+        body: Bytes,
+        until: Instant,
+        delivery: &Delivery,
+    ) -> Result<Response<Incoming>, Fault> {
         let mut parts = instance.url.clone().into_parts();
         parts.path_and_query = Some(path.clone());
         let uri = Uri::from_parts(parts).map_err(|error| Fault::Refused(error.to_string()))?;
@@ -134,6 +151,7 @@ impl Upstream {
         *request.method_mut() = method;
         *request.uri_mut() = uri;
         *request.headers_mut() = headers;
+        delivery.watch(capture_connection(&mut request));
         let client = if instance.h2c { &self.h2c } else { &self.http1 };
         match timeout_at(until, client.request(request)).await {
             Ok(Ok(response)) => Ok(response),

@@ -11,7 +11,7 @@
 mod notices;
 
 use kvx_backend::baseline::{self, Baseline, Channel, HugeMemory, Point, answer};
-use kvx_backend::loader::{self, Search};
+use kvx_backend::loader::{self, FunctionTable as _, Search};
 use kvx_rixl::raw::*;
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::{null, null_mut};

@@ -14,17 +14,21 @@ mod far;
 mod faults;
 mod flat;
 pub mod harness;
+mod hex;
 mod hosts;
 mod listener;
+mod median;
 mod mutation;
 mod newcomer;
 mod pattern;
 mod process;
 mod process_state;
 mod random;
+mod recorder;
 mod setup;
 mod skip;
 mod soak;
+mod still;
 mod stopwatch;
 mod suite;
 mod tier;
@@ -45,21 +49,25 @@ pub use flat::stays_flat;
 pub use harness::{
     harness_main, harness_main_with, is_own_process, run_in_own_process, trial, trial_within,
 };
+pub use hex::{hex, unhex};
 pub use hosts::{DIED_AFTER_PASSING, Host, Hosts, refused_behind, run_one_test};
 pub use kvx_testkit_macros::test;
 pub use listener::{
     ATTACKER_CONNECTS, AttackBytes, Bounds, Client, Cost, Listener, connect_from,
     listening_addresses,
 };
+pub use median::median_time;
 pub use mutation::{fuzz, within_limits};
 pub use newcomer::{newcomer, newcomers_amid, own_if_asked, readers};
 pub use pattern::{byte_at, checksum, fill};
 pub use process::{Child, Grandchild, answers_apart, kill_after, output, stop_process};
 pub use process_state::{ProcessState, ResourceUsage};
 pub use random::Random;
+pub use recorder::RecordedMetrics;
 pub use setup::{AgentPair, Mode, Setup};
 pub use skip::{gap_held, skip};
 pub use soak::{Soak, SoakCounts, soak};
+pub use still::StillBackend;
 pub use suite::{
     Gap, GapRate, Separation, Suite, conformance_main, conformance_trials, serve_if_asked,
 };

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use kvx_core::{Agent, Grid, Memory, Peer, Plan, Region, Result};
 
 use crate::check::CUT_OFF;
+use crate::hex::hex;
 use crate::listener::Client;
 use crate::process::answers_apart;
 
@@ -71,8 +72,7 @@ pub fn own_if_asked(role: &str, owner: impl FnOnce() -> Agent) {
     let pool = Memory::pool(64 << 10).build().expect("memory for 64 KiB");
     let _region = owner.register("kv", pool).expect("a region");
     let metadata = owner.metadata().expect("metadata");
-    let metadata: String = metadata.iter().map(|byte| format!("{byte:02x}")).collect();
-    writeln!(answers, "{metadata}").expect("the parent listens");
+    writeln!(answers, "{}", hex(&metadata)).expect("the parent listens");
     std::io::stdin().read_to_end(&mut Vec::new()).expect("the parent ends this process");
     std::process::exit(0);
 }

@@ -11,7 +11,7 @@
 use kvx_backend::baseline::{
     self, Baseline, BlockPair, Channel, HugeMemory, Point, answer, repeat,
 };
-use kvx_backend::loader::Search;
+use kvx_backend::loader::{FunctionTable as _, Search};
 use kvx_ucx::raw::*;
 use std::ffi::{CStr, c_void};
 use std::ptr::{null, null_mut};

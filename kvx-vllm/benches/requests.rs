@@ -8,10 +8,11 @@
 
 use std::hint::black_box;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use criterion::{Criterion, Throughput};
 use kvx_core::{Indices, Op};
+use kvx_testkit::median_time;
 use kvx_vllm::Version;
 use kvx_vllm::engine::{
     Action, Address, Allocation, Arrival, BlockLists, Ending, Outcome, OutputAggregator, PeerPlan,
@@ -275,16 +276,8 @@ fn criterion(mut criterion: Criterion) {
 }
 
 /// Returns the median time of a call, in microseconds.
-fn microseconds(times: usize, mut call: impl FnMut()) -> f64 {
-    let mut each: Vec<_> = (0..times)
-        .map(|_| {
-            let start = Instant::now();
-            call();
-            start.elapsed()
-        })
-        .collect();
-    each.sort_unstable();
-    each[times / 2].as_secs_f64() * 1e6
+fn microseconds(times: usize, call: impl FnMut()) -> f64 {
+    median_time(times, call).as_secs_f64() * 1e6
 }
 
 /// Prints the figures that have a bar.

@@ -11,11 +11,12 @@
 //! 1. [`Version`], [`ids`] and [`time`]
 //! 2. `params`: `kv_transfer_params`, and the recipes of proxies; without kvx-core
 //! 3. `msgpack` and `zmtp`: the encodings of vLLM's sockets; without kvx-core (feature `events`)
-//! 4. `config`: `KVTransferConfig`
-//! 5. `wire`: messages between engines
-//! 6. `mapping`: which bytes move between which ranks
-//! 7. `engine`: scheduler and worker as state machines
-//! 8. `group`: messages between a kvx engine and its ranks in other processes
+//! 4. `events`: what engines have cached; without kvx-core
+//! 5. `config`: `KVTransferConfig`
+//! 6. `wire`: messages between engines
+//! 7. `mapping`: which bytes move between which ranks
+//! 8. `engine`: scheduler and worker as state machines
+//! 9. `group`: messages between a kvx engine and its ranks in other processes
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![forbid(unsafe_code)]
 
@@ -32,6 +33,9 @@ pub mod params;
 pub mod msgpack;
 #[cfg(feature = "events")]
 pub mod zmtp;
+
+#[cfg(feature = "events")]
+pub mod events;
 
 #[cfg(feature = "config")]
 pub mod config;

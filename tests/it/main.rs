@@ -54,15 +54,9 @@ fn main() -> ExitCode {
             return run_only(wanted, 2);
         }
         trials.extend(engines::trials());
+        #[cfg(all(feature = "shm", feature = "tcp", feature = "cuda", feature = "rocm"))]
+        trials.extend(engines_on_devices::trials());
     }
-    #[cfg(all(
-        feature = "connector",
-        feature = "shm",
-        feature = "tcp",
-        feature = "cuda",
-        feature = "rocm"
-    ))]
-    trials.extend(engines_on_devices::trials());
     #[cfg(all(feature = "shm", feature = "tcp", feature = "ucx", feature = "libfabric"))]
     {
         if let Some(wanted) = faults::asked_for().or_else(soak::asked_for) {

@@ -9,6 +9,7 @@ use crate::fuzz::FuzzOptions;
 use crate::interop::Interop;
 use crate::peers;
 use crate::rdma::RdmaOptions;
+use crate::release;
 use crate::test::steps;
 use crate::test::tier::Tier;
 
@@ -59,6 +60,14 @@ pub(crate) enum Request {
         /// Also install and use it in a new environment together with NIXL
         #[arg(long)]
         check: bool,
+    },
+    /// Build the published files from the committed sources in two folders, and compare their
+    /// checksums; needs a quarter of an hour on an idle machine
+    Reproduce {
+        /// Only this file
+        #[arg(long, value_name = "FILE")]
+        #[arg(value_parser = PossibleValuesParser::new(release::names()))]
+        only: Option<String>,
     },
     /// Test and measure on this machine's NVIDIA GPU (docs/library/gpu.md)
     Gpu(GpuOptions),
@@ -257,6 +266,7 @@ mod tests {
             ("limits --times 0", "--times"),
             ("fuzz wire", "wire"),
             ("faults --only TCP --only SHM", "--only"),
+            ("reproduce --only kvx.exe", "kvx.exe"),
             ("gpu --kit folder --stand-in", "--kit"),
         ] {
             let error = parse(line).expect_err(line);

@@ -20,6 +20,7 @@ mod package;
 mod peers;
 mod process;
 mod rdma;
+mod release;
 mod reliability;
 mod sbom;
 mod skips;
@@ -59,6 +60,7 @@ fn main() -> ExitCode {
         Request::Loom => threads::loom(),
         Request::ThreadSanitizer => threads::sanitizer(),
         Request::Wheel { check } => wheel::command(check),
+        Request::Reproduce { only } => release::reproduce(only.as_deref()),
     };
     match held {
         Ok(true) => ExitCode::SUCCESS,

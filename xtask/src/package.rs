@@ -12,7 +12,7 @@ use crate::metadata::{Metadata, Package};
 use crate::process::{self, Deadline, Output};
 use crate::sbom::Packages;
 use crate::skips;
-use crate::{Result, all_held, install, root};
+use crate::{Result, all_held, install, release, root};
 
 /// The limit of the whole command.
 const LIMIT: Duration = Duration::from_secs(30 * 60);
@@ -46,6 +46,9 @@ pub(crate) fn run() -> Result<bool> {
     let to_compile = |package: &str| packages.to_compile(package);
     failures.extend(packages.write_lists(&folder.join("sbom"), to_compile)?);
     tarballs(&everything, &folder, deadline)?;
+    let lists = release::files(&folder.join("sbom"), "json")?;
+    let tarballs = release::files(&folder.join("package"), "crate")?;
+    release::write_checksums(&folder, [lists, tarballs].concat())?;
     failures.extend(compile_alone(&everything, &folder, deadline)?);
     for (what, features) in CHOICES {
         println!("README's program, outside the workspace, with {what}");

@@ -4,6 +4,7 @@ python3 wheel.py REPOSITORY TARGET [--check]
 --check installs and uses the wheel in a new environment together with NIXL.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -60,6 +61,13 @@ def cargo(*arguments):
     return subprocess.run([program, *arguments], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT).stdout
 
 
+def committed():
+    """Returns the time of the last commit in seconds, or the first one that an archive can have."""
+    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+    finished = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return finished.stdout.strip() or "315532800"
+
+
 def check_library(library, most=None):
     """Ends this program if a library is too large, or needs a library that a machine might lack."""
     size = library.stat().st_size
@@ -106,7 +114,6 @@ def make(folder):
         shutil.copy(file, tree / NAME)
     for file in ["kvx", PLUGIN]:
         shutil.copy(TARGET / "release" / file, programs)
-        (programs / file).chmod(0o755)
     # `kvx mooncake-adapter` uses these on machines without a compiler.
     for file in (folder / "adapter").iterdir():
         shutil.copy(file, programs)
@@ -122,8 +129,14 @@ def make(folder):
         f"Wheel-Version: 1.0\nGenerator: kvx xtask\nRoot-Is-Purelib: false\nTag: {TAG}\n"
     )
     (record / "entry_points.txt").write_text("[console_scripts]\nkvx = kvx.__main__:main\n")
-    run(sys.executable, "-m", "wheel", "pack", str(tree), "--dest-dir", str(folder))
+    # The archive has the times and modes of its files: the same for the same sources.
+    for file in filter(Path.is_file, tree.rglob("*")):
+        file.chmod(0o755 if file.parent == programs else 0o644)
+    times = {**os.environ, "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or committed()}
+    run(sys.executable, "-m", "wheel", "pack", str(tree), "--dest-dir", str(folder), env=times)
     wheel = folder / f"{NAME}-{version}-{TAG}.whl"
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (folder / "SHA256SUMS").write_text(f"{digest}  {wheel.name}\n")
     if wheel.stat().st_size > MOST_BYTES_OF_WHEEL:
         sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes, and may have {MOST_BYTES_OF_WHEEL}")
     audit = run(sys.executable, "-m", "auditwheel", "show", str(wheel), stderr=subprocess.STDOUT)

@@ -101,6 +101,33 @@ impl<F, V: Copy> BoundLibrary<F, V> {
     }
 }
 
+/// A table of a library's functions, which `cargo xtask bindings` generates.
+///
+/// # Safety
+/// The type consists of one pointer to a function for each name, in the order of the names.
+pub unsafe trait FunctionTable: Copy {
+    /// The names of the functions.
+    const NAMES: &'static [&'static CStr];
+
+    /// Resolves all functions by `address`.
+    ///
+    /// # Safety
+    /// `address` returns the address of the function of a name, which has the signature that the
+    /// table gives it.
+    ///
+    /// # Errors
+    /// The first error of `address`.
+    unsafe fn find<E>(
+        address: impl FnMut(&'static CStr) -> Result<NonNull<c_void>, E>,
+    ) -> Result<Self, E> {
+        const { assert!(size_of::<Self>() == Self::NAMES.len() * size_of::<usize>()) };
+        let addresses = Self::NAMES.iter().copied().map(address).collect::<Result<Vec<_>, E>>()?;
+        // SAFETY: the implementer guarantees that the table is as many pointers in this order, and
+        // the caller that they point to functions of its signatures.
+        Ok(unsafe { addresses.as_ptr().cast::<Self>().read() })
+    }
+}
+
 /// The library of a process: only the first one that was opened is used.
 pub struct ProcessLibrary<F, V> {
     opened: OpenOnce<BoundLibrary<F, V>>,

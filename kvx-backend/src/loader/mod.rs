@@ -26,6 +26,8 @@ mod library;
 mod search;
 mod signals;
 
-pub use library::{BoundLibrary, NativeLibrary, OpenOnce, ProcessLibrary, loaded_files};
+pub use library::{
+    BoundLibrary, FunctionTable, NativeLibrary, OpenOnce, ProcessLibrary, loaded_files,
+};
 pub use search::{Search, preload};
 pub use signals::with_signals_kept;

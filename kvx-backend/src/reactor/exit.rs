@@ -95,7 +95,6 @@ pub(super) fn wait() {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::RawFd;
     use std::sync::Arc;
     use std::sync::atomic::AtomicU64;
 
@@ -119,9 +118,6 @@ mod tests {
         }
         fn arm(&mut self) -> Result<Armed> {
             Ok(Armed::Sleep(None))
-        }
-        fn fds(&self) -> &[RawFd] {
-            &[]
         }
         fn stop(&mut self, _: &mut Outbox) {
             self.0[1].store(1, Ordering::SeqCst);

@@ -37,9 +37,6 @@ impl Progress for Echo {
     fn arm(&mut self) -> Result<Armed> {
         Ok(if self.0.is_empty() { Armed::Sleep(None) } else { Armed::Again })
     }
-    fn fds(&self) -> &[RawFd] {
-        &[]
-    }
     fn stop(&mut self, out: &mut Outbox) {
         for ticket in self.0.drain(..) {
             out.settle(ticket, Err(ErrorKind::Closed.because("stopped")));
@@ -191,9 +188,6 @@ impl Progress for Alone {
     fn arm(&mut self) -> Result<Armed> {
         self.echo.arm()
     }
-    fn fds(&self) -> &[RawFd] {
-        &[]
-    }
     fn stop(&mut self, _: &mut Outbox) {}
 }
 
@@ -242,9 +236,6 @@ impl Progress for Attentive {
     }
     fn arm(&mut self) -> Result<Armed> {
         self.0.arm()
-    }
-    fn fds(&self) -> &[RawFd] {
-        &[]
     }
     fn stop(&mut self, out: &mut Outbox) {
         self.0.stop(out);
@@ -295,9 +286,6 @@ impl Progress for Does {
     }
     fn arm(&mut self) -> Result<Armed> {
         Ok(Armed::Sleep(None))
-    }
-    fn fds(&self) -> &[RawFd] {
-        &[]
     }
     fn stop(&mut self, _: &mut Outbox) {}
 }

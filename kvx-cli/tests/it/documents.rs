@@ -85,6 +85,13 @@ const HERE: &[(&str, fn(Words))] = &[
     ("kvx proxy --compare http://10.0.0.9:8000 http://10.0.0.1:8100", endpoints_are_compared),
     #[cfg(feature = "proxy")]
     ("kvx proxy --explain request.json --router http://127.0.0.1:8000", request_is_explained),
+    #[cfg(feature = "proxy")]
+    ("kvx proxy --config fleet.toml --record requests.jsonl", requests_are_recorded),
+    #[cfg(feature = "proxy")]
+    (
+        "kvx replay requests.jsonl --url http://10.0.0.9:8000 --beside http://10.0.0.1:8000 --speed 2 --report replay.html",
+        requests_are_replayed,
+    ),
     #[cfg(feature = "serve")]
     ("cargo run --release -- make-model /tmp/tiny --arch qwen3", model_is_made),
     #[cfg(all(feature = "serve", feature = "proxy"))]
@@ -277,6 +284,35 @@ fn request_is_explained(mut words: Words) {
     words.replace("http://127.0.0.1:8000", format!("http://127.0.0.1:{}", proxy.port));
     let said = printed(words.kvx().env(key.0, key.1));
     assert!(said.contains(&urls[0]["http://".len()..]), "{said}");
+}
+
+#[cfg(feature = "proxy")]
+fn requests_are_recorded(mut words: Words) {
+    let (mut prefill, mut decode) = (start(1, Connector::Pull), start(1, Connector::Pull));
+    fleet_toml(&words, &prefill[0], &decode[0]);
+    for name in ["fleet.toml", "requests.jsonl"] {
+        let file = words.folder.join(name);
+        words.replace(name, file.to_str().unwrap());
+    }
+    run(async || {
+        let proxy = Proxy::start(&words.of_proxy(), &[]);
+        serves(&proxy, &mut prefill, &mut decode).await;
+    })
+    .unwrap();
+    let text = std::fs::read_to_string(words.folder.join("requests.jsonl")).unwrap();
+    assert!(text.starts_with("{\"kvx_recording\":1,"), "{text}");
+}
+
+#[cfg(feature = "proxy")]
+fn requests_are_replayed(mut words: Words) {
+    let alike = start(2, Connector::Pull);
+    words.replace("http://10.0.0.9:8000", alike[0].url());
+    words.replace("http://10.0.0.1:8000", alike[1].url());
+    let line = r#"{"timestamp": 0, "input_length": 30, "output_length": 2, "hash_ids": []}"#;
+    std::fs::write(words.folder.join("requests.jsonl"), line).unwrap();
+    let said = printed(&mut words.kvx());
+    assert!(said.contains("goodput/s"), "{said}");
+    assert!(words.folder.join("replay.html").exists());
 }
 
 /// Moves the pages' model to a folder that a test may write.

@@ -126,12 +126,14 @@ impl Connector {
     /// Ends a step. The loads that it ordered go to the workers, which start them in
     /// [`start_load_kv`](super::Rank::start_load_kv).
     pub fn step(&self) {
-        self.shared().with_state(|state, now| {
-            state.pass_on_ready(now, None);
+        self.shared().wake_if(|state, now| {
+            let passed = state.pass_on_ready(now, None);
             let meta = state.scheduler.build_connector_meta(now);
-            if !meta.is_empty() {
-                state.ranks.iter_mut().for_each(|(_, held)| held.hold(&meta));
+            if meta.is_empty() {
+                return passed;
             }
+            state.ranks.iter_mut().for_each(|(_, held)| held.hold(&meta));
+            true
         });
     }
 

@@ -204,86 +204,10 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::sync::{Arc, Mutex};
-
-    use metrics::{
-        CounterFn, GaugeFn, HistogramFn, Key, KeyName, Metadata, Recorder, SharedString,
-    };
 
     use super::*;
+    use kvx_testkit::RecordedMetrics;
     use kvx_vllm::engine::Transferred;
-
-    /// Everything that was recorded, by name and labels, and the names that were described.
-    #[derive(Clone, Default)]
-    struct RecordedValues(Arc<Mutex<BTreeMap<String, Vec<f64>>>>, Arc<Mutex<Vec<String>>>);
-
-    struct Cell(RecordedValues, String);
-
-    impl Cell {
-        fn push(&self, value: f64) {
-            self.0.0.lock().unwrap().entry(self.1.clone()).or_default().push(value);
-        }
-    }
-
-    impl CounterFn for Cell {
-        fn increment(&self, value: u64) {
-            self.push(value as f64);
-        }
-        fn absolute(&self, value: u64) {
-            self.push(value as f64);
-        }
-    }
-
-    impl GaugeFn for Cell {
-        fn increment(&self, value: f64) {
-            self.push(value);
-        }
-        fn decrement(&self, value: f64) {
-            self.push(-value);
-        }
-        fn set(&self, value: f64) {
-            self.push(value);
-        }
-    }
-
-    impl HistogramFn for Cell {
-        fn record(&self, value: f64) {
-            self.push(value);
-        }
-    }
-
-    impl RecordedValues {
-        fn cell(&self, key: &Key) -> Arc<Cell> {
-            let labels: Vec<_> =
-                key.labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
-            Arc::new(Cell(self.clone(), format!("{} {}", key.name(), labels.join(" "))))
-        }
-
-        fn take(&self) -> BTreeMap<String, Vec<f64>> {
-            std::mem::take(&mut self.0.lock().unwrap())
-        }
-    }
-
-    impl Recorder for RecordedValues {
-        fn describe_counter(&self, name: KeyName, _: Option<Unit>, _: SharedString) {
-            self.1.lock().unwrap().push(name.as_str().to_owned());
-        }
-        fn describe_gauge(&self, name: KeyName, _: Option<Unit>, _: SharedString) {
-            self.1.lock().unwrap().push(name.as_str().to_owned());
-        }
-        fn describe_histogram(&self, name: KeyName, _: Option<Unit>, _: SharedString) {
-            self.1.lock().unwrap().push(name.as_str().to_owned());
-        }
-        fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
-            Counter::from_arc(self.cell(key))
-        }
-        fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
-            Gauge::from_arc(self.cell(key))
-        }
-        fn register_histogram(&self, key: &Key, _: &Metadata<'_>) -> Histogram {
-            Histogram::from_arc(self.cell(key))
-        }
-    }
 
     fn settings() -> Settings {
         Settings::new("e", kvx_vllm::engine::Address { host: "h".into(), port: 1 })
@@ -304,7 +228,7 @@ mod tests {
     // vLLM 27, 48: metrics reach a recorder under vLLM's names and labels
     #[test]
     fn a_recorder_gets_vllms_names_and_labels() {
-        let recorded = RecordedValues::default();
+        let recorded = RecordedMetrics::default();
         metrics::with_local_recorder(&recorded, || {
             describe_metrics();
             Metrics::new("m", "e", &settings()).record(Time::default(), &stats());
@@ -320,7 +244,7 @@ mod tests {
         let wanted =
             wanted.map(|(name, value)| (format!("{name} model_name=m engine=e"), vec![value]));
         assert_eq!(recorded.take(), BTreeMap::from(wanted));
-        let described = recorded.1.lock().unwrap().clone();
+        let described = recorded.described();
         assert!(
             METRICS.iter().all(|metric| described.iter().any(|name| name == metric.name)),
             "{described:?}"
@@ -334,7 +258,7 @@ mod tests {
 
     #[test]
     fn gauges_show_the_last_value_and_counters_add_up() {
-        let recorded = RecordedValues::default();
+        let recorded = RecordedMetrics::default();
         let mut metrics =
             metrics::with_local_recorder(&recorded, || Metrics::new("m", "e", &settings()));
         let report = |held, lost| Report { held, lost, unknown_requests: 2, ..Report::default() };

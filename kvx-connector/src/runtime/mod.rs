@@ -22,7 +22,7 @@
 //! 6. tasks: `copies`, `requests`, `handshake`, `notify`, `push`, `transfer`, `register`,
 //!    `shutdown`, `notifications`, and those of `group` and `mooncake`
 //! 7. the thread that starts them: `dispatch`, `thread`
-//! 8. the API of the engine: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`
+//! 8. the API of the engine: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`, `release`
 
 mod builder;
 mod caches;
@@ -56,6 +56,7 @@ mod rank;
 mod ranks;
 mod refusal_log;
 mod register;
+mod release;
 mod requests;
 mod saves;
 mod scratch;
@@ -82,3 +83,4 @@ pub use outcomes::Released;
 pub use prefill::{Lease, Prefill};
 pub use probe::{Probe, probe};
 pub use rank::Rank;
+pub use release::Releaser;

@@ -82,14 +82,15 @@ impl Rank {
     /// Starts the loads of the engine's steps so far on this worker. From now on it fills their
     /// blocks.
     pub fn start_load_kv(&self) {
-        self.connector.shared().with_state(|state, now| {
+        self.connector.shared().wake_if(|state, now| {
             let Some(held) = state.ranks.get_mut(self.rank) else {
                 debug_assert!(false, "Connector::rank returns ranks that exist");
-                return;
+                return false;
             };
             let pending = held.take_pending();
             pending.iter().for_each(|meta| held.begin(now, meta.clone()));
             pending.iter().for_each(|meta| state.trace_orders(now, meta));
+            !pending.is_empty()
         });
     }
 }

@@ -109,8 +109,8 @@ impl Setup {
             tracing::info!(
                 %worker,
                 ?backends,
-                "only kvx peers are reached: to reach vLLM peers, add RIXL to \
-                 kv_connector_extra_config.backends, or KVX if their NIXL has it"
+                "only kvx peers are reached, such as KvxConnector: to reach a NixlConnector, add KVX \
+                 to kv_connector_extra_config.backends if its NIXL has KVX, otherwise RIXL"
             );
         }
         Ok(agent)

@@ -130,6 +130,16 @@ impl Shared {
         changed
     }
 
+    /// Changes the state, and wakes the thread if `change` returns true. For calls that an idle
+    /// engine makes in each step.
+    pub(super) fn wake_if(&self, change: impl FnOnce(&mut State, Time) -> bool) {
+        let now = self.clock.now();
+        let has_work = change(&mut self.state.lock(), now);
+        if has_work {
+            self.wake_up.notify_one();
+        }
+    }
+
     /// Reports to a worker.
     pub(super) fn report(&self, rank: WorkerRank, report: impl FnOnce(&mut WorkerKind, Time)) {
         self.with_state(|state, now| {

@@ -222,14 +222,16 @@ impl State {
         self.unsigned.insert(host.clone()).then_some(host)
     }
 
-    /// Gives all workers what the scheduler has ready for them, for one request or for all.
-    pub(super) fn pass_on_ready(&mut self, now: Time, request: Option<&RequestId>) {
+    /// Gives all workers what the scheduler has ready for them, for one request or for all. Returns
+    /// whether there was anything.
+    pub(super) fn pass_on_ready(&mut self, now: Time, request: Option<&RequestId>) -> bool {
         let meta = self.scheduler.take_ready(now, request);
         if meta.is_empty() {
-            return;
+            return false;
         }
         self.trace_orders(now, &meta);
         self.ranks.pass_on(now, &meta);
+        true
     }
 
     /// Records in the spans of loads that the workers have their orders.

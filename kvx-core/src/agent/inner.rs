@@ -288,41 +288,11 @@ impl AgentInner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::{Direction, Invitation, Piece};
+    use crate::backend::Invitation;
     use crate::budget::Limits;
     use crate::inbox::InboxLimits;
-    use crate::{DeviceAccess, DeviceId, Incarnation, Memory};
-
-    /// A device that loses the ticket of its first flush.
-    #[derive(Default)]
-    struct Loses(AtomicBool);
-
-    // SAFETY: it accesses no memory.
-    unsafe impl DeviceAccess for Loses {
-        fn kind(&self) -> MemoryKind {
-            MemoryKind::Cuda
-        }
-        fn device(&self) -> DeviceId {
-            DeviceId([1; 16])
-        }
-        fn ordinal(&self) -> u32 {
-            0
-        }
-        fn pinned(&self, len: usize) -> Result<Memory> {
-            Ok(Memory::owned(vec![0; len]))
-        }
-        unsafe fn copy(&self, _: Direction, _: &[Piece], done: Ticket) {
-            done.settle(Ok(()));
-        }
-        fn needs_flush(&self) -> bool {
-            true
-        }
-        fn flush(&self, done: Ticket) {
-            if self.0.swap(true, Ordering::Relaxed) {
-                done.settle(Ok(()));
-            }
-        }
-    }
+    use crate::memory::FaultyDevice;
+    use crate::{DeviceAccess, Incarnation};
 
     #[test]
     fn a_flush_that_a_device_loses_holds_back_no_notification() {
@@ -333,7 +303,7 @@ mod tests {
         let opened = (Vec::new(), Vec::new());
         let agent = AgentInner::new((identity("a"), invited), opened, false, budget, inbox);
         let agent = Arc::new(agent.unwrap());
-        let device: Arc<dyn DeviceAccess> = Arc::new(Loses::default());
+        let device: Arc<dyn DeviceAccess> = Arc::new(FaultyDevice::default());
         agent.flushed.note(Some(&device));
         let from = identity("b");
         for bytes in [b"first", b"later"] {

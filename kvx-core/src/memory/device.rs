@@ -358,16 +358,20 @@ impl OnDevice {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::sync::Mutex;
 
-    /// Keeps every ticket for ever.
+    /// A device without memory, which keeps the tickets of its copies for ever and loses the ticket
+    /// of its first flush.
     #[derive(Default)]
-    struct Hangs(Mutex<Vec<Ticket>>);
+    pub(crate) struct FaultyDevice {
+        copies: Mutex<Vec<Ticket>>,
+        flushed: Mutex<bool>,
+    }
 
     // SAFETY: it accesses no memory.
-    unsafe impl DeviceAccess for Hangs {
+    unsafe impl DeviceAccess for FaultyDevice {
         fn kind(&self) -> MemoryKind {
             MemoryKind::Cuda
         }
@@ -381,14 +385,23 @@ mod tests {
             Ok(Memory::owned(vec![0; len]))
         }
         unsafe fn copy(&self, _: Direction, _: &[Piece], done: Ticket) {
-            self.0.lock().push(done);
+            self.copies.lock().push(done);
+        }
+        fn needs_flush(&self) -> bool {
+            true
+        }
+        fn flush(&self, done: Ticket) {
+            if std::mem::replace(&mut *self.flushed.lock(), true) {
+                done.settle(Ok(()));
+            }
         }
     }
 
     #[test]
     fn a_copy_on_a_device_that_hangs_ends_by_its_deadline_and_its_memory_is_kept() {
         let (kept, before) = (Arc::new([0_u8; 64]), kept::quarantined_bytes());
-        let device = OnDevice { access: Arc::new(Hangs::default()), owner: Arc::clone(&kept) as _ };
+        let access = Arc::new(FaultyDevice::default());
+        let device = OnDevice { access, owner: Arc::clone(&kept) as _ };
         let soon = Duration::from_millis(20);
         // SAFETY: the access touches no memory.
         let (in_, out) =

@@ -16,6 +16,8 @@ use std::time::Duration;
 pub use bytes::copy_shared;
 #[cfg(unix)]
 pub use device::DmaBuf;
+#[cfg(test)]
+pub(crate) use device::tests::FaultyDevice;
 pub use device::{
     DeviceAccess, DeviceId, Direction, Hop, IpcHandle, LinkProcess, MemoryReceiver, Piece,
 };

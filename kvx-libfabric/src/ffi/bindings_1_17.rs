@@ -150,40 +150,19 @@ pub struct fi_tx_attr {
     pub rma_iov_limit: usize,
     pub tclass: u32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_tx_attr"][::core::mem::size_of::<fi_tx_attr>() - 80usize];
-    ["Alignment of fi_tx_attr"][::core::mem::align_of::<fi_tx_attr>() - 8usize];
-    [
-        "Offset of field: fi_tx_attr::caps",
-    ][::core::mem::offset_of!(fi_tx_attr, caps) - 0usize];
-    [
-        "Offset of field: fi_tx_attr::mode",
-    ][::core::mem::offset_of!(fi_tx_attr, mode) - 8usize];
-    [
-        "Offset of field: fi_tx_attr::op_flags",
-    ][::core::mem::offset_of!(fi_tx_attr, op_flags) - 16usize];
-    [
-        "Offset of field: fi_tx_attr::msg_order",
-    ][::core::mem::offset_of!(fi_tx_attr, msg_order) - 24usize];
-    [
-        "Offset of field: fi_tx_attr::comp_order",
-    ][::core::mem::offset_of!(fi_tx_attr, comp_order) - 32usize];
-    [
-        "Offset of field: fi_tx_attr::inject_size",
-    ][::core::mem::offset_of!(fi_tx_attr, inject_size) - 40usize];
-    [
-        "Offset of field: fi_tx_attr::size",
-    ][::core::mem::offset_of!(fi_tx_attr, size) - 48usize];
-    [
-        "Offset of field: fi_tx_attr::iov_limit",
-    ][::core::mem::offset_of!(fi_tx_attr, iov_limit) - 56usize];
-    [
-        "Offset of field: fi_tx_attr::rma_iov_limit",
-    ][::core::mem::offset_of!(fi_tx_attr, rma_iov_limit) - 64usize];
-    [
-        "Offset of field: fi_tx_attr::tclass",
-    ][::core::mem::offset_of!(fi_tx_attr, tclass) - 72usize];
+    assert!(::core::mem::size_of::<fi_tx_attr>() == 80);
+    assert!(::core::mem::align_of::<fi_tx_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_tx_attr, caps) == 0);
+    assert!(::core::mem::offset_of!(fi_tx_attr, mode) == 8);
+    assert!(::core::mem::offset_of!(fi_tx_attr, op_flags) == 16);
+    assert!(::core::mem::offset_of!(fi_tx_attr, msg_order) == 24);
+    assert!(::core::mem::offset_of!(fi_tx_attr, comp_order) == 32);
+    assert!(::core::mem::offset_of!(fi_tx_attr, inject_size) == 40);
+    assert!(::core::mem::offset_of!(fi_tx_attr, size) == 48);
+    assert!(::core::mem::offset_of!(fi_tx_attr, iov_limit) == 56);
+    assert!(::core::mem::offset_of!(fi_tx_attr, rma_iov_limit) == 64);
+    assert!(::core::mem::offset_of!(fi_tx_attr, tclass) == 72);
 };
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
@@ -197,34 +176,17 @@ pub struct fi_rx_attr {
     pub size: usize,
     pub iov_limit: usize,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_rx_attr"][::core::mem::size_of::<fi_rx_attr>() - 64usize];
-    ["Alignment of fi_rx_attr"][::core::mem::align_of::<fi_rx_attr>() - 8usize];
-    [
-        "Offset of field: fi_rx_attr::caps",
-    ][::core::mem::offset_of!(fi_rx_attr, caps) - 0usize];
-    [
-        "Offset of field: fi_rx_attr::mode",
-    ][::core::mem::offset_of!(fi_rx_attr, mode) - 8usize];
-    [
-        "Offset of field: fi_rx_attr::op_flags",
-    ][::core::mem::offset_of!(fi_rx_attr, op_flags) - 16usize];
-    [
-        "Offset of field: fi_rx_attr::msg_order",
-    ][::core::mem::offset_of!(fi_rx_attr, msg_order) - 24usize];
-    [
-        "Offset of field: fi_rx_attr::comp_order",
-    ][::core::mem::offset_of!(fi_rx_attr, comp_order) - 32usize];
-    [
-        "Offset of field: fi_rx_attr::total_buffered_recv",
-    ][::core::mem::offset_of!(fi_rx_attr, total_buffered_recv) - 40usize];
-    [
-        "Offset of field: fi_rx_attr::size",
-    ][::core::mem::offset_of!(fi_rx_attr, size) - 48usize];
-    [
-        "Offset of field: fi_rx_attr::iov_limit",
-    ][::core::mem::offset_of!(fi_rx_attr, iov_limit) - 56usize];
+    assert!(::core::mem::size_of::<fi_rx_attr>() == 64);
+    assert!(::core::mem::align_of::<fi_rx_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_rx_attr, caps) == 0);
+    assert!(::core::mem::offset_of!(fi_rx_attr, mode) == 8);
+    assert!(::core::mem::offset_of!(fi_rx_attr, op_flags) == 16);
+    assert!(::core::mem::offset_of!(fi_rx_attr, msg_order) == 24);
+    assert!(::core::mem::offset_of!(fi_rx_attr, comp_order) == 32);
+    assert!(::core::mem::offset_of!(fi_rx_attr, total_buffered_recv) == 40);
+    assert!(::core::mem::offset_of!(fi_rx_attr, size) == 48);
+    assert!(::core::mem::offset_of!(fi_rx_attr, iov_limit) == 56);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -243,59 +205,23 @@ pub struct fi_ep_attr {
     pub auth_key_size: usize,
     pub auth_key: *mut u8,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ep_attr"][::core::mem::size_of::<fi_ep_attr>() - 96usize];
-    ["Alignment of fi_ep_attr"][::core::mem::align_of::<fi_ep_attr>() - 8usize];
-    [
-        "Offset of field: fi_ep_attr::type_",
-    ][::core::mem::offset_of!(fi_ep_attr, type_) - 0usize];
-    [
-        "Offset of field: fi_ep_attr::protocol",
-    ][::core::mem::offset_of!(fi_ep_attr, protocol) - 4usize];
-    [
-        "Offset of field: fi_ep_attr::protocol_version",
-    ][::core::mem::offset_of!(fi_ep_attr, protocol_version) - 8usize];
-    [
-        "Offset of field: fi_ep_attr::max_msg_size",
-    ][::core::mem::offset_of!(fi_ep_attr, max_msg_size) - 16usize];
-    [
-        "Offset of field: fi_ep_attr::msg_prefix_size",
-    ][::core::mem::offset_of!(fi_ep_attr, msg_prefix_size) - 24usize];
-    [
-        "Offset of field: fi_ep_attr::max_order_raw_size",
-    ][::core::mem::offset_of!(fi_ep_attr, max_order_raw_size) - 32usize];
-    [
-        "Offset of field: fi_ep_attr::max_order_war_size",
-    ][::core::mem::offset_of!(fi_ep_attr, max_order_war_size) - 40usize];
-    [
-        "Offset of field: fi_ep_attr::max_order_waw_size",
-    ][::core::mem::offset_of!(fi_ep_attr, max_order_waw_size) - 48usize];
-    [
-        "Offset of field: fi_ep_attr::mem_tag_format",
-    ][::core::mem::offset_of!(fi_ep_attr, mem_tag_format) - 56usize];
-    [
-        "Offset of field: fi_ep_attr::tx_ctx_cnt",
-    ][::core::mem::offset_of!(fi_ep_attr, tx_ctx_cnt) - 64usize];
-    [
-        "Offset of field: fi_ep_attr::rx_ctx_cnt",
-    ][::core::mem::offset_of!(fi_ep_attr, rx_ctx_cnt) - 72usize];
-    [
-        "Offset of field: fi_ep_attr::auth_key_size",
-    ][::core::mem::offset_of!(fi_ep_attr, auth_key_size) - 80usize];
-    [
-        "Offset of field: fi_ep_attr::auth_key",
-    ][::core::mem::offset_of!(fi_ep_attr, auth_key) - 88usize];
+    assert!(::core::mem::size_of::<fi_ep_attr>() == 96);
+    assert!(::core::mem::align_of::<fi_ep_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_ep_attr, type_) == 0);
+    assert!(::core::mem::offset_of!(fi_ep_attr, protocol) == 4);
+    assert!(::core::mem::offset_of!(fi_ep_attr, protocol_version) == 8);
+    assert!(::core::mem::offset_of!(fi_ep_attr, max_msg_size) == 16);
+    assert!(::core::mem::offset_of!(fi_ep_attr, msg_prefix_size) == 24);
+    assert!(::core::mem::offset_of!(fi_ep_attr, max_order_raw_size) == 32);
+    assert!(::core::mem::offset_of!(fi_ep_attr, max_order_war_size) == 40);
+    assert!(::core::mem::offset_of!(fi_ep_attr, max_order_waw_size) == 48);
+    assert!(::core::mem::offset_of!(fi_ep_attr, mem_tag_format) == 56);
+    assert!(::core::mem::offset_of!(fi_ep_attr, tx_ctx_cnt) == 64);
+    assert!(::core::mem::offset_of!(fi_ep_attr, rx_ctx_cnt) == 72);
+    assert!(::core::mem::offset_of!(fi_ep_attr, auth_key_size) == 80);
+    assert!(::core::mem::offset_of!(fi_ep_attr, auth_key) == 88);
 };
-impl Default for fi_ep_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub struct fi_domain_attr {
@@ -327,99 +253,40 @@ pub struct fi_domain_attr {
     pub mr_cnt: usize,
     pub tclass: u32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_domain_attr"][::core::mem::size_of::<fi_domain_attr>() - 192usize];
-    ["Alignment of fi_domain_attr"][::core::mem::align_of::<fi_domain_attr>() - 8usize];
-    [
-        "Offset of field: fi_domain_attr::domain",
-    ][::core::mem::offset_of!(fi_domain_attr, domain) - 0usize];
-    [
-        "Offset of field: fi_domain_attr::name",
-    ][::core::mem::offset_of!(fi_domain_attr, name) - 8usize];
-    [
-        "Offset of field: fi_domain_attr::threading",
-    ][::core::mem::offset_of!(fi_domain_attr, threading) - 16usize];
-    [
-        "Offset of field: fi_domain_attr::control_progress",
-    ][::core::mem::offset_of!(fi_domain_attr, control_progress) - 20usize];
-    [
-        "Offset of field: fi_domain_attr::data_progress",
-    ][::core::mem::offset_of!(fi_domain_attr, data_progress) - 24usize];
-    [
-        "Offset of field: fi_domain_attr::resource_mgmt",
-    ][::core::mem::offset_of!(fi_domain_attr, resource_mgmt) - 28usize];
-    [
-        "Offset of field: fi_domain_attr::av_type",
-    ][::core::mem::offset_of!(fi_domain_attr, av_type) - 32usize];
-    [
-        "Offset of field: fi_domain_attr::mr_mode",
-    ][::core::mem::offset_of!(fi_domain_attr, mr_mode) - 36usize];
-    [
-        "Offset of field: fi_domain_attr::mr_key_size",
-    ][::core::mem::offset_of!(fi_domain_attr, mr_key_size) - 40usize];
-    [
-        "Offset of field: fi_domain_attr::cq_data_size",
-    ][::core::mem::offset_of!(fi_domain_attr, cq_data_size) - 48usize];
-    [
-        "Offset of field: fi_domain_attr::cq_cnt",
-    ][::core::mem::offset_of!(fi_domain_attr, cq_cnt) - 56usize];
-    [
-        "Offset of field: fi_domain_attr::ep_cnt",
-    ][::core::mem::offset_of!(fi_domain_attr, ep_cnt) - 64usize];
-    [
-        "Offset of field: fi_domain_attr::tx_ctx_cnt",
-    ][::core::mem::offset_of!(fi_domain_attr, tx_ctx_cnt) - 72usize];
-    [
-        "Offset of field: fi_domain_attr::rx_ctx_cnt",
-    ][::core::mem::offset_of!(fi_domain_attr, rx_ctx_cnt) - 80usize];
-    [
-        "Offset of field: fi_domain_attr::max_ep_tx_ctx",
-    ][::core::mem::offset_of!(fi_domain_attr, max_ep_tx_ctx) - 88usize];
-    [
-        "Offset of field: fi_domain_attr::max_ep_rx_ctx",
-    ][::core::mem::offset_of!(fi_domain_attr, max_ep_rx_ctx) - 96usize];
-    [
-        "Offset of field: fi_domain_attr::max_ep_stx_ctx",
-    ][::core::mem::offset_of!(fi_domain_attr, max_ep_stx_ctx) - 104usize];
-    [
-        "Offset of field: fi_domain_attr::max_ep_srx_ctx",
-    ][::core::mem::offset_of!(fi_domain_attr, max_ep_srx_ctx) - 112usize];
-    [
-        "Offset of field: fi_domain_attr::cntr_cnt",
-    ][::core::mem::offset_of!(fi_domain_attr, cntr_cnt) - 120usize];
-    [
-        "Offset of field: fi_domain_attr::mr_iov_limit",
-    ][::core::mem::offset_of!(fi_domain_attr, mr_iov_limit) - 128usize];
-    [
-        "Offset of field: fi_domain_attr::caps",
-    ][::core::mem::offset_of!(fi_domain_attr, caps) - 136usize];
-    [
-        "Offset of field: fi_domain_attr::mode",
-    ][::core::mem::offset_of!(fi_domain_attr, mode) - 144usize];
-    [
-        "Offset of field: fi_domain_attr::auth_key",
-    ][::core::mem::offset_of!(fi_domain_attr, auth_key) - 152usize];
-    [
-        "Offset of field: fi_domain_attr::auth_key_size",
-    ][::core::mem::offset_of!(fi_domain_attr, auth_key_size) - 160usize];
-    [
-        "Offset of field: fi_domain_attr::max_err_data",
-    ][::core::mem::offset_of!(fi_domain_attr, max_err_data) - 168usize];
-    [
-        "Offset of field: fi_domain_attr::mr_cnt",
-    ][::core::mem::offset_of!(fi_domain_attr, mr_cnt) - 176usize];
-    [
-        "Offset of field: fi_domain_attr::tclass",
-    ][::core::mem::offset_of!(fi_domain_attr, tclass) - 184usize];
+    assert!(::core::mem::size_of::<fi_domain_attr>() == 192);
+    assert!(::core::mem::align_of::<fi_domain_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_domain_attr, domain) == 0);
+    assert!(::core::mem::offset_of!(fi_domain_attr, name) == 8);
+    assert!(::core::mem::offset_of!(fi_domain_attr, threading) == 16);
+    assert!(::core::mem::offset_of!(fi_domain_attr, control_progress) == 20);
+    assert!(::core::mem::offset_of!(fi_domain_attr, data_progress) == 24);
+    assert!(::core::mem::offset_of!(fi_domain_attr, resource_mgmt) == 28);
+    assert!(::core::mem::offset_of!(fi_domain_attr, av_type) == 32);
+    assert!(::core::mem::offset_of!(fi_domain_attr, mr_mode) == 36);
+    assert!(::core::mem::offset_of!(fi_domain_attr, mr_key_size) == 40);
+    assert!(::core::mem::offset_of!(fi_domain_attr, cq_data_size) == 48);
+    assert!(::core::mem::offset_of!(fi_domain_attr, cq_cnt) == 56);
+    assert!(::core::mem::offset_of!(fi_domain_attr, ep_cnt) == 64);
+    assert!(::core::mem::offset_of!(fi_domain_attr, tx_ctx_cnt) == 72);
+    assert!(::core::mem::offset_of!(fi_domain_attr, rx_ctx_cnt) == 80);
+    assert!(::core::mem::offset_of!(fi_domain_attr, max_ep_tx_ctx) == 88);
+    assert!(::core::mem::offset_of!(fi_domain_attr, max_ep_rx_ctx) == 96);
+    assert!(::core::mem::offset_of!(fi_domain_attr, max_ep_stx_ctx) == 104);
+    assert!(::core::mem::offset_of!(fi_domain_attr, max_ep_srx_ctx) == 112);
+    assert!(::core::mem::offset_of!(fi_domain_attr, cntr_cnt) == 120);
+    assert!(::core::mem::offset_of!(fi_domain_attr, mr_iov_limit) == 128);
+    assert!(::core::mem::offset_of!(fi_domain_attr, caps) == 136);
+    assert!(::core::mem::offset_of!(fi_domain_attr, mode) == 144);
+    assert!(::core::mem::offset_of!(fi_domain_attr, auth_key) == 152);
+    assert!(::core::mem::offset_of!(fi_domain_attr, auth_key_size) == 160);
+    assert!(::core::mem::offset_of!(fi_domain_attr, max_err_data) == 168);
+    assert!(::core::mem::offset_of!(fi_domain_attr, mr_cnt) == 176);
+    assert!(::core::mem::offset_of!(fi_domain_attr, tclass) == 184);
 };
 impl Default for fi_domain_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
@@ -431,33 +298,18 @@ pub struct fi_fabric_attr {
     pub prov_version: u32,
     pub api_version: u32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_fabric_attr"][::core::mem::size_of::<fi_fabric_attr>() - 32usize];
-    ["Alignment of fi_fabric_attr"][::core::mem::align_of::<fi_fabric_attr>() - 8usize];
-    [
-        "Offset of field: fi_fabric_attr::fabric",
-    ][::core::mem::offset_of!(fi_fabric_attr, fabric) - 0usize];
-    [
-        "Offset of field: fi_fabric_attr::name",
-    ][::core::mem::offset_of!(fi_fabric_attr, name) - 8usize];
-    [
-        "Offset of field: fi_fabric_attr::prov_name",
-    ][::core::mem::offset_of!(fi_fabric_attr, prov_name) - 16usize];
-    [
-        "Offset of field: fi_fabric_attr::prov_version",
-    ][::core::mem::offset_of!(fi_fabric_attr, prov_version) - 24usize];
-    [
-        "Offset of field: fi_fabric_attr::api_version",
-    ][::core::mem::offset_of!(fi_fabric_attr, api_version) - 28usize];
+    assert!(::core::mem::size_of::<fi_fabric_attr>() == 32);
+    assert!(::core::mem::align_of::<fi_fabric_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_fabric_attr, fabric) == 0);
+    assert!(::core::mem::offset_of!(fi_fabric_attr, name) == 8);
+    assert!(::core::mem::offset_of!(fi_fabric_attr, prov_name) == 16);
+    assert!(::core::mem::offset_of!(fi_fabric_attr, prov_version) == 24);
+    assert!(::core::mem::offset_of!(fi_fabric_attr, api_version) == 28);
 };
 impl Default for fi_fabric_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
@@ -479,55 +331,28 @@ pub struct fi_info {
     pub fabric_attr: *mut fi_fabric_attr,
     pub nic: *mut fid_nic,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_info"][::core::mem::size_of::<fi_info>() - 120usize];
-    ["Alignment of fi_info"][::core::mem::align_of::<fi_info>() - 8usize];
-    ["Offset of field: fi_info::next"][::core::mem::offset_of!(fi_info, next) - 0usize];
-    ["Offset of field: fi_info::caps"][::core::mem::offset_of!(fi_info, caps) - 8usize];
-    ["Offset of field: fi_info::mode"][::core::mem::offset_of!(fi_info, mode) - 16usize];
-    [
-        "Offset of field: fi_info::addr_format",
-    ][::core::mem::offset_of!(fi_info, addr_format) - 24usize];
-    [
-        "Offset of field: fi_info::src_addrlen",
-    ][::core::mem::offset_of!(fi_info, src_addrlen) - 32usize];
-    [
-        "Offset of field: fi_info::dest_addrlen",
-    ][::core::mem::offset_of!(fi_info, dest_addrlen) - 40usize];
-    [
-        "Offset of field: fi_info::src_addr",
-    ][::core::mem::offset_of!(fi_info, src_addr) - 48usize];
-    [
-        "Offset of field: fi_info::dest_addr",
-    ][::core::mem::offset_of!(fi_info, dest_addr) - 56usize];
-    [
-        "Offset of field: fi_info::handle",
-    ][::core::mem::offset_of!(fi_info, handle) - 64usize];
-    [
-        "Offset of field: fi_info::tx_attr",
-    ][::core::mem::offset_of!(fi_info, tx_attr) - 72usize];
-    [
-        "Offset of field: fi_info::rx_attr",
-    ][::core::mem::offset_of!(fi_info, rx_attr) - 80usize];
-    [
-        "Offset of field: fi_info::ep_attr",
-    ][::core::mem::offset_of!(fi_info, ep_attr) - 88usize];
-    [
-        "Offset of field: fi_info::domain_attr",
-    ][::core::mem::offset_of!(fi_info, domain_attr) - 96usize];
-    [
-        "Offset of field: fi_info::fabric_attr",
-    ][::core::mem::offset_of!(fi_info, fabric_attr) - 104usize];
-    ["Offset of field: fi_info::nic"][::core::mem::offset_of!(fi_info, nic) - 112usize];
+    assert!(::core::mem::size_of::<fi_info>() == 120);
+    assert!(::core::mem::align_of::<fi_info>() == 8);
+    assert!(::core::mem::offset_of!(fi_info, next) == 0);
+    assert!(::core::mem::offset_of!(fi_info, caps) == 8);
+    assert!(::core::mem::offset_of!(fi_info, mode) == 16);
+    assert!(::core::mem::offset_of!(fi_info, addr_format) == 24);
+    assert!(::core::mem::offset_of!(fi_info, src_addrlen) == 32);
+    assert!(::core::mem::offset_of!(fi_info, dest_addrlen) == 40);
+    assert!(::core::mem::offset_of!(fi_info, src_addr) == 48);
+    assert!(::core::mem::offset_of!(fi_info, dest_addr) == 56);
+    assert!(::core::mem::offset_of!(fi_info, handle) == 64);
+    assert!(::core::mem::offset_of!(fi_info, tx_attr) == 72);
+    assert!(::core::mem::offset_of!(fi_info, rx_attr) == 80);
+    assert!(::core::mem::offset_of!(fi_info, ep_attr) == 88);
+    assert!(::core::mem::offset_of!(fi_info, domain_attr) == 96);
+    assert!(::core::mem::offset_of!(fi_info, fabric_attr) == 104);
+    assert!(::core::mem::offset_of!(fi_info, nic) == 112);
 };
 impl Default for fi_info {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
@@ -540,36 +365,19 @@ pub struct fi_device_attr {
     pub driver: *mut ::core::ffi::c_char,
     pub firmware: *mut ::core::ffi::c_char,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_device_attr"][::core::mem::size_of::<fi_device_attr>() - 48usize];
-    ["Alignment of fi_device_attr"][::core::mem::align_of::<fi_device_attr>() - 8usize];
-    [
-        "Offset of field: fi_device_attr::name",
-    ][::core::mem::offset_of!(fi_device_attr, name) - 0usize];
-    [
-        "Offset of field: fi_device_attr::device_id",
-    ][::core::mem::offset_of!(fi_device_attr, device_id) - 8usize];
-    [
-        "Offset of field: fi_device_attr::device_version",
-    ][::core::mem::offset_of!(fi_device_attr, device_version) - 16usize];
-    [
-        "Offset of field: fi_device_attr::vendor_id",
-    ][::core::mem::offset_of!(fi_device_attr, vendor_id) - 24usize];
-    [
-        "Offset of field: fi_device_attr::driver",
-    ][::core::mem::offset_of!(fi_device_attr, driver) - 32usize];
-    [
-        "Offset of field: fi_device_attr::firmware",
-    ][::core::mem::offset_of!(fi_device_attr, firmware) - 40usize];
+    assert!(::core::mem::size_of::<fi_device_attr>() == 48);
+    assert!(::core::mem::align_of::<fi_device_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_device_attr, name) == 0);
+    assert!(::core::mem::offset_of!(fi_device_attr, device_id) == 8);
+    assert!(::core::mem::offset_of!(fi_device_attr, device_version) == 16);
+    assert!(::core::mem::offset_of!(fi_device_attr, vendor_id) == 24);
+    assert!(::core::mem::offset_of!(fi_device_attr, driver) == 32);
+    assert!(::core::mem::offset_of!(fi_device_attr, firmware) == 40);
 };
 impl Default for fi_device_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub const FI_BUS_UNSPEC: fi_bus_type = 0;
@@ -584,22 +392,13 @@ pub struct fi_pci_attr {
     pub device_id: u8,
     pub function_id: u8,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_pci_attr"][::core::mem::size_of::<fi_pci_attr>() - 6usize];
-    ["Alignment of fi_pci_attr"][::core::mem::align_of::<fi_pci_attr>() - 2usize];
-    [
-        "Offset of field: fi_pci_attr::domain_id",
-    ][::core::mem::offset_of!(fi_pci_attr, domain_id) - 0usize];
-    [
-        "Offset of field: fi_pci_attr::bus_id",
-    ][::core::mem::offset_of!(fi_pci_attr, bus_id) - 2usize];
-    [
-        "Offset of field: fi_pci_attr::device_id",
-    ][::core::mem::offset_of!(fi_pci_attr, device_id) - 3usize];
-    [
-        "Offset of field: fi_pci_attr::function_id",
-    ][::core::mem::offset_of!(fi_pci_attr, function_id) - 4usize];
+    assert!(::core::mem::size_of::<fi_pci_attr>() == 6);
+    assert!(::core::mem::align_of::<fi_pci_attr>() == 2);
+    assert!(::core::mem::offset_of!(fi_pci_attr, domain_id) == 0);
+    assert!(::core::mem::offset_of!(fi_pci_attr, bus_id) == 2);
+    assert!(::core::mem::offset_of!(fi_pci_attr, device_id) == 3);
+    assert!(::core::mem::offset_of!(fi_pci_attr, function_id) == 4);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -612,47 +411,17 @@ pub struct fi_bus_attr {
 pub union fi_bus_attr__bindgen_ty_1 {
     pub pci: fi_pci_attr,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of fi_bus_attr__bindgen_ty_1",
-    ][::core::mem::size_of::<fi_bus_attr__bindgen_ty_1>() - 6usize];
-    [
-        "Alignment of fi_bus_attr__bindgen_ty_1",
-    ][::core::mem::align_of::<fi_bus_attr__bindgen_ty_1>() - 2usize];
-    [
-        "Offset of field: fi_bus_attr__bindgen_ty_1::pci",
-    ][::core::mem::offset_of!(fi_bus_attr__bindgen_ty_1, pci) - 0usize];
+    assert!(::core::mem::size_of::<fi_bus_attr__bindgen_ty_1>() == 6);
+    assert!(::core::mem::align_of::<fi_bus_attr__bindgen_ty_1>() == 2);
+    assert!(::core::mem::offset_of!(fi_bus_attr__bindgen_ty_1, pci) == 0);
 };
-impl Default for fi_bus_attr__bindgen_ty_1 {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_bus_attr"][::core::mem::size_of::<fi_bus_attr>() - 12usize];
-    ["Alignment of fi_bus_attr"][::core::mem::align_of::<fi_bus_attr>() - 4usize];
-    [
-        "Offset of field: fi_bus_attr::bus_type",
-    ][::core::mem::offset_of!(fi_bus_attr, bus_type) - 0usize];
-    [
-        "Offset of field: fi_bus_attr::attr",
-    ][::core::mem::offset_of!(fi_bus_attr, attr) - 4usize];
+    assert!(::core::mem::size_of::<fi_bus_attr>() == 12);
+    assert!(::core::mem::align_of::<fi_bus_attr>() == 4);
+    assert!(::core::mem::offset_of!(fi_bus_attr, bus_type) == 0);
+    assert!(::core::mem::offset_of!(fi_bus_attr, attr) == 4);
 };
-impl Default for fi_bus_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub const FI_LINK_UNKNOWN: fi_link_state = 0;
 pub const FI_LINK_DOWN: fi_link_state = 1;
 pub const FI_LINK_UP: fi_link_state = 2;
@@ -666,35 +435,15 @@ pub struct fi_link_attr {
     pub state: fi_link_state,
     pub network_type: *mut ::core::ffi::c_char,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_link_attr"][::core::mem::size_of::<fi_link_attr>() - 40usize];
-    ["Alignment of fi_link_attr"][::core::mem::align_of::<fi_link_attr>() - 8usize];
-    [
-        "Offset of field: fi_link_attr::address",
-    ][::core::mem::offset_of!(fi_link_attr, address) - 0usize];
-    [
-        "Offset of field: fi_link_attr::mtu",
-    ][::core::mem::offset_of!(fi_link_attr, mtu) - 8usize];
-    [
-        "Offset of field: fi_link_attr::speed",
-    ][::core::mem::offset_of!(fi_link_attr, speed) - 16usize];
-    [
-        "Offset of field: fi_link_attr::state",
-    ][::core::mem::offset_of!(fi_link_attr, state) - 24usize];
-    [
-        "Offset of field: fi_link_attr::network_type",
-    ][::core::mem::offset_of!(fi_link_attr, network_type) - 32usize];
+    assert!(::core::mem::size_of::<fi_link_attr>() == 40);
+    assert!(::core::mem::align_of::<fi_link_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_link_attr, address) == 0);
+    assert!(::core::mem::offset_of!(fi_link_attr, mtu) == 8);
+    assert!(::core::mem::offset_of!(fi_link_attr, speed) == 16);
+    assert!(::core::mem::offset_of!(fi_link_attr, state) == 24);
+    assert!(::core::mem::offset_of!(fi_link_attr, network_type) == 32);
 };
-impl Default for fi_link_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
 pub struct fi_ops {
@@ -742,23 +491,16 @@ pub struct fi_ops {
         ) -> ::core::ffi::c_int,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops"][::core::mem::size_of::<fi_ops>() - 56usize];
-    ["Alignment of fi_ops"][::core::mem::align_of::<fi_ops>() - 8usize];
-    ["Offset of field: fi_ops::size"][::core::mem::offset_of!(fi_ops, size) - 0usize];
-    ["Offset of field: fi_ops::close"][::core::mem::offset_of!(fi_ops, close) - 8usize];
-    ["Offset of field: fi_ops::bind"][::core::mem::offset_of!(fi_ops, bind) - 16usize];
-    [
-        "Offset of field: fi_ops::control",
-    ][::core::mem::offset_of!(fi_ops, control) - 24usize];
-    [
-        "Offset of field: fi_ops::ops_open",
-    ][::core::mem::offset_of!(fi_ops, ops_open) - 32usize];
-    ["Offset of field: fi_ops::tostr"][::core::mem::offset_of!(fi_ops, tostr) - 40usize];
-    [
-        "Offset of field: fi_ops::ops_set",
-    ][::core::mem::offset_of!(fi_ops, ops_set) - 48usize];
+    assert!(::core::mem::size_of::<fi_ops>() == 56);
+    assert!(::core::mem::align_of::<fi_ops>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops, close) == 8);
+    assert!(::core::mem::offset_of!(fi_ops, bind) == 16);
+    assert!(::core::mem::offset_of!(fi_ops, control) == 24);
+    assert!(::core::mem::offset_of!(fi_ops, ops_open) == 32);
+    assert!(::core::mem::offset_of!(fi_ops, tostr) == 40);
+    assert!(::core::mem::offset_of!(fi_ops, ops_set) == 48);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -767,23 +509,13 @@ pub struct fid {
     pub context: *mut ::core::ffi::c_void,
     pub ops: *mut fi_ops,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid"][::core::mem::size_of::<fid>() - 24usize];
-    ["Alignment of fid"][::core::mem::align_of::<fid>() - 8usize];
-    ["Offset of field: fid::fclass"][::core::mem::offset_of!(fid, fclass) - 0usize];
-    ["Offset of field: fid::context"][::core::mem::offset_of!(fid, context) - 8usize];
-    ["Offset of field: fid::ops"][::core::mem::offset_of!(fid, ops) - 16usize];
+    assert!(::core::mem::size_of::<fid>() == 24);
+    assert!(::core::mem::align_of::<fid>() == 8);
+    assert!(::core::mem::offset_of!(fid, fclass) == 0);
+    assert!(::core::mem::offset_of!(fid, context) == 8);
+    assert!(::core::mem::offset_of!(fid, ops) == 16);
 };
-impl Default for fid {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
 pub struct fi_ops_fabric {
@@ -836,31 +568,16 @@ pub struct fi_ops_fabric {
         ) -> ::core::ffi::c_int,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_fabric"][::core::mem::size_of::<fi_ops_fabric>() - 56usize];
-    ["Alignment of fi_ops_fabric"][::core::mem::align_of::<fi_ops_fabric>() - 8usize];
-    [
-        "Offset of field: fi_ops_fabric::size",
-    ][::core::mem::offset_of!(fi_ops_fabric, size) - 0usize];
-    [
-        "Offset of field: fi_ops_fabric::domain",
-    ][::core::mem::offset_of!(fi_ops_fabric, domain) - 8usize];
-    [
-        "Offset of field: fi_ops_fabric::passive_ep",
-    ][::core::mem::offset_of!(fi_ops_fabric, passive_ep) - 16usize];
-    [
-        "Offset of field: fi_ops_fabric::eq_open",
-    ][::core::mem::offset_of!(fi_ops_fabric, eq_open) - 24usize];
-    [
-        "Offset of field: fi_ops_fabric::wait_open",
-    ][::core::mem::offset_of!(fi_ops_fabric, wait_open) - 32usize];
-    [
-        "Offset of field: fi_ops_fabric::trywait",
-    ][::core::mem::offset_of!(fi_ops_fabric, trywait) - 40usize];
-    [
-        "Offset of field: fi_ops_fabric::domain2",
-    ][::core::mem::offset_of!(fi_ops_fabric, domain2) - 48usize];
+    assert!(::core::mem::size_of::<fi_ops_fabric>() == 56);
+    assert!(::core::mem::align_of::<fi_ops_fabric>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_fabric, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_fabric, domain) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_fabric, passive_ep) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_fabric, eq_open) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_fabric, wait_open) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_fabric, trywait) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_fabric, domain2) == 48);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -869,29 +586,13 @@ pub struct fid_fabric {
     pub ops: *mut fi_ops_fabric,
     pub api_version: u32,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_fabric"][::core::mem::size_of::<fid_fabric>() - 40usize];
-    ["Alignment of fid_fabric"][::core::mem::align_of::<fid_fabric>() - 8usize];
-    [
-        "Offset of field: fid_fabric::fid",
-    ][::core::mem::offset_of!(fid_fabric, fid) - 0usize];
-    [
-        "Offset of field: fid_fabric::ops",
-    ][::core::mem::offset_of!(fid_fabric, ops) - 24usize];
-    [
-        "Offset of field: fid_fabric::api_version",
-    ][::core::mem::offset_of!(fid_fabric, api_version) - 32usize];
+    assert!(::core::mem::size_of::<fid_fabric>() == 40);
+    assert!(::core::mem::align_of::<fid_fabric>() == 8);
+    assert!(::core::mem::offset_of!(fid_fabric, fid) == 0);
+    assert!(::core::mem::offset_of!(fid_fabric, ops) == 24);
+    assert!(::core::mem::offset_of!(fid_fabric, api_version) == 32);
 };
-impl Default for fid_fabric {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub struct fid_nic {
@@ -901,31 +602,18 @@ pub struct fid_nic {
     pub link_attr: *mut fi_link_attr,
     pub prov_attr: *mut ::core::ffi::c_void,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_nic"][::core::mem::size_of::<fid_nic>() - 56usize];
-    ["Alignment of fid_nic"][::core::mem::align_of::<fid_nic>() - 8usize];
-    ["Offset of field: fid_nic::fid"][::core::mem::offset_of!(fid_nic, fid) - 0usize];
-    [
-        "Offset of field: fid_nic::device_attr",
-    ][::core::mem::offset_of!(fid_nic, device_attr) - 24usize];
-    [
-        "Offset of field: fid_nic::bus_attr",
-    ][::core::mem::offset_of!(fid_nic, bus_attr) - 32usize];
-    [
-        "Offset of field: fid_nic::link_attr",
-    ][::core::mem::offset_of!(fid_nic, link_attr) - 40usize];
-    [
-        "Offset of field: fid_nic::prov_attr",
-    ][::core::mem::offset_of!(fid_nic, prov_attr) - 48usize];
+    assert!(::core::mem::size_of::<fid_nic>() == 56);
+    assert!(::core::mem::align_of::<fid_nic>() == 8);
+    assert!(::core::mem::offset_of!(fid_nic, fid) == 0);
+    assert!(::core::mem::offset_of!(fid_nic, device_attr) == 24);
+    assert!(::core::mem::offset_of!(fid_nic, bus_attr) == 32);
+    assert!(::core::mem::offset_of!(fid_nic, link_attr) == 40);
+    assert!(::core::mem::offset_of!(fid_nic, prov_attr) == 48);
 };
 impl Default for fid_nic {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub const FI_GETFIDFLAG: _bindgen_ty_7 = 0;
@@ -958,333 +646,65 @@ pub const FI_WAIT_YIELD: fi_wait_obj = 5;
 pub const FI_WAIT_POLLFD: fi_wait_obj = 6;
 pub type fi_wait_obj = ::core::ffi::c_uint;
 #[repr(C)]
-#[derive(Copy, Clone)]
-pub struct fi_wait_attr {
-    pub wait_obj: fi_wait_obj,
-    pub flags: u64,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of fi_wait_attr"][::core::mem::size_of::<fi_wait_attr>() - 16usize];
-    ["Alignment of fi_wait_attr"][::core::mem::align_of::<fi_wait_attr>() - 8usize];
-    [
-        "Offset of field: fi_wait_attr::wait_obj",
-    ][::core::mem::offset_of!(fi_wait_attr, wait_obj) - 0usize];
-    [
-        "Offset of field: fi_wait_attr::flags",
-    ][::core::mem::offset_of!(fi_wait_attr, flags) - 8usize];
-};
-impl Default for fi_wait_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
+#[repr(align(8))]
 #[derive(Default, Copy, Clone)]
-pub struct fi_ops_wait {
-    pub size: usize,
-    pub wait: ::core::option::Option<
-        unsafe extern "C" fn(
-            waitset: *mut fid_wait,
-            timeout: ::core::ffi::c_int,
-        ) -> ::core::ffi::c_int,
-    >,
+pub struct fi_wait_attr {
+    pub _bindgen_opaque_blob: [u64; 2usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_wait"][::core::mem::size_of::<fi_ops_wait>() - 16usize];
-    ["Alignment of fi_ops_wait"][::core::mem::align_of::<fi_ops_wait>() - 8usize];
-    [
-        "Offset of field: fi_ops_wait::size",
-    ][::core::mem::offset_of!(fi_ops_wait, size) - 0usize];
-    [
-        "Offset of field: fi_ops_wait::wait",
-    ][::core::mem::offset_of!(fi_ops_wait, wait) - 8usize];
+    assert!(::core::mem::size_of::<fi_wait_attr>() == 16);
+    assert!(::core::mem::align_of::<fi_wait_attr>() == 8);
 };
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[repr(align(8))]
+#[derive(Default, Copy, Clone)]
 pub struct fid_wait {
-    pub fid: fid,
-    pub ops: *mut fi_ops_wait,
+    pub _bindgen_opaque_blob: [u64; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_wait"][::core::mem::size_of::<fid_wait>() - 32usize];
-    ["Alignment of fid_wait"][::core::mem::align_of::<fid_wait>() - 8usize];
-    ["Offset of field: fid_wait::fid"][::core::mem::offset_of!(fid_wait, fid) - 0usize];
-    ["Offset of field: fid_wait::ops"][::core::mem::offset_of!(fid_wait, ops) - 24usize];
+    assert!(::core::mem::size_of::<fid_wait>() == 32);
+    assert!(::core::mem::align_of::<fid_wait>() == 8);
 };
-impl Default for fid_wait {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
+#[repr(align(8))]
 #[derive(Default, Copy, Clone)]
 pub struct fi_poll_attr {
-    pub flags: u64,
+    pub _bindgen_opaque_blob: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_poll_attr"][::core::mem::size_of::<fi_poll_attr>() - 8usize];
-    ["Alignment of fi_poll_attr"][::core::mem::align_of::<fi_poll_attr>() - 8usize];
-    [
-        "Offset of field: fi_poll_attr::flags",
-    ][::core::mem::offset_of!(fi_poll_attr, flags) - 0usize];
+    assert!(::core::mem::size_of::<fi_poll_attr>() == 8);
+    assert!(::core::mem::align_of::<fi_poll_attr>() == 8);
 };
 #[repr(C)]
+#[repr(align(8))]
 #[derive(Default, Copy, Clone)]
-pub struct fi_ops_poll {
-    pub size: usize,
-    pub poll: ::core::option::Option<
-        unsafe extern "C" fn(
-            pollset: *mut fid_poll,
-            context: *mut *mut ::core::ffi::c_void,
-            count: ::core::ffi::c_int,
-        ) -> ::core::ffi::c_int,
-    >,
-    pub poll_add: ::core::option::Option<
-        unsafe extern "C" fn(
-            pollset: *mut fid_poll,
-            event_fid: *mut fid,
-            flags: u64,
-        ) -> ::core::ffi::c_int,
-    >,
-    pub poll_del: ::core::option::Option<
-        unsafe extern "C" fn(
-            pollset: *mut fid_poll,
-            event_fid: *mut fid,
-            flags: u64,
-        ) -> ::core::ffi::c_int,
-    >,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of fi_ops_poll"][::core::mem::size_of::<fi_ops_poll>() - 32usize];
-    ["Alignment of fi_ops_poll"][::core::mem::align_of::<fi_ops_poll>() - 8usize];
-    [
-        "Offset of field: fi_ops_poll::size",
-    ][::core::mem::offset_of!(fi_ops_poll, size) - 0usize];
-    [
-        "Offset of field: fi_ops_poll::poll",
-    ][::core::mem::offset_of!(fi_ops_poll, poll) - 8usize];
-    [
-        "Offset of field: fi_ops_poll::poll_add",
-    ][::core::mem::offset_of!(fi_ops_poll, poll_add) - 16usize];
-    [
-        "Offset of field: fi_ops_poll::poll_del",
-    ][::core::mem::offset_of!(fi_ops_poll, poll_del) - 24usize];
-};
-#[repr(C)]
-#[derive(Copy, Clone)]
 pub struct fid_poll {
-    pub fid: fid,
-    pub ops: *mut fi_ops_poll,
+    pub _bindgen_opaque_blob: [u64; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_poll"][::core::mem::size_of::<fid_poll>() - 32usize];
-    ["Alignment of fid_poll"][::core::mem::align_of::<fid_poll>() - 8usize];
-    ["Offset of field: fid_poll::fid"][::core::mem::offset_of!(fid_poll, fid) - 0usize];
-    ["Offset of field: fid_poll::ops"][::core::mem::offset_of!(fid_poll, ops) - 24usize];
+    assert!(::core::mem::size_of::<fid_poll>() == 32);
+    assert!(::core::mem::align_of::<fid_poll>() == 8);
 };
-impl Default for fid_poll {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
-#[derive(Copy, Clone)]
-pub struct fi_eq_attr {
-    pub size: usize,
-    pub flags: u64,
-    pub wait_obj: fi_wait_obj,
-    pub signaling_vector: ::core::ffi::c_int,
-    pub wait_set: *mut fid_wait,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of fi_eq_attr"][::core::mem::size_of::<fi_eq_attr>() - 32usize];
-    ["Alignment of fi_eq_attr"][::core::mem::align_of::<fi_eq_attr>() - 8usize];
-    [
-        "Offset of field: fi_eq_attr::size",
-    ][::core::mem::offset_of!(fi_eq_attr, size) - 0usize];
-    [
-        "Offset of field: fi_eq_attr::flags",
-    ][::core::mem::offset_of!(fi_eq_attr, flags) - 8usize];
-    [
-        "Offset of field: fi_eq_attr::wait_obj",
-    ][::core::mem::offset_of!(fi_eq_attr, wait_obj) - 16usize];
-    [
-        "Offset of field: fi_eq_attr::signaling_vector",
-    ][::core::mem::offset_of!(fi_eq_attr, signaling_vector) - 20usize];
-    [
-        "Offset of field: fi_eq_attr::wait_set",
-    ][::core::mem::offset_of!(fi_eq_attr, wait_set) - 24usize];
-};
-impl Default for fi_eq_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub struct fi_eq_err_entry {
-    pub fid: fid_t,
-    pub context: *mut ::core::ffi::c_void,
-    pub data: u64,
-    pub err: ::core::ffi::c_int,
-    pub prov_errno: ::core::ffi::c_int,
-    pub err_data: *mut ::core::ffi::c_void,
-    pub err_data_size: usize,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of fi_eq_err_entry"][::core::mem::size_of::<fi_eq_err_entry>() - 48usize];
-    [
-        "Alignment of fi_eq_err_entry",
-    ][::core::mem::align_of::<fi_eq_err_entry>() - 8usize];
-    [
-        "Offset of field: fi_eq_err_entry::fid",
-    ][::core::mem::offset_of!(fi_eq_err_entry, fid) - 0usize];
-    [
-        "Offset of field: fi_eq_err_entry::context",
-    ][::core::mem::offset_of!(fi_eq_err_entry, context) - 8usize];
-    [
-        "Offset of field: fi_eq_err_entry::data",
-    ][::core::mem::offset_of!(fi_eq_err_entry, data) - 16usize];
-    [
-        "Offset of field: fi_eq_err_entry::err",
-    ][::core::mem::offset_of!(fi_eq_err_entry, err) - 24usize];
-    [
-        "Offset of field: fi_eq_err_entry::prov_errno",
-    ][::core::mem::offset_of!(fi_eq_err_entry, prov_errno) - 28usize];
-    [
-        "Offset of field: fi_eq_err_entry::err_data",
-    ][::core::mem::offset_of!(fi_eq_err_entry, err_data) - 32usize];
-    [
-        "Offset of field: fi_eq_err_entry::err_data_size",
-    ][::core::mem::offset_of!(fi_eq_err_entry, err_data_size) - 40usize];
-};
-impl Default for fi_eq_err_entry {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
+#[repr(align(8))]
 #[derive(Default, Copy, Clone)]
-pub struct fi_ops_eq {
-    pub size: usize,
-    pub read: ::core::option::Option<
-        unsafe extern "C" fn(
-            eq: *mut fid_eq,
-            event: *mut u32,
-            buf: *mut ::core::ffi::c_void,
-            len: usize,
-            flags: u64,
-        ) -> isize,
-    >,
-    pub readerr: ::core::option::Option<
-        unsafe extern "C" fn(
-            eq: *mut fid_eq,
-            buf: *mut fi_eq_err_entry,
-            flags: u64,
-        ) -> isize,
-    >,
-    pub write: ::core::option::Option<
-        unsafe extern "C" fn(
-            eq: *mut fid_eq,
-            event: u32,
-            buf: *const ::core::ffi::c_void,
-            len: usize,
-            flags: u64,
-        ) -> isize,
-    >,
-    pub sread: ::core::option::Option<
-        unsafe extern "C" fn(
-            eq: *mut fid_eq,
-            event: *mut u32,
-            buf: *mut ::core::ffi::c_void,
-            len: usize,
-            timeout: ::core::ffi::c_int,
-            flags: u64,
-        ) -> isize,
-    >,
-    pub strerror: ::core::option::Option<
-        unsafe extern "C" fn(
-            eq: *mut fid_eq,
-            prov_errno: ::core::ffi::c_int,
-            err_data: *const ::core::ffi::c_void,
-            buf: *mut ::core::ffi::c_char,
-            len: usize,
-        ) -> *const ::core::ffi::c_char,
-    >,
+pub struct fi_eq_attr {
+    pub _bindgen_opaque_blob: [u64; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_eq"][::core::mem::size_of::<fi_ops_eq>() - 48usize];
-    ["Alignment of fi_ops_eq"][::core::mem::align_of::<fi_ops_eq>() - 8usize];
-    [
-        "Offset of field: fi_ops_eq::size",
-    ][::core::mem::offset_of!(fi_ops_eq, size) - 0usize];
-    [
-        "Offset of field: fi_ops_eq::read",
-    ][::core::mem::offset_of!(fi_ops_eq, read) - 8usize];
-    [
-        "Offset of field: fi_ops_eq::readerr",
-    ][::core::mem::offset_of!(fi_ops_eq, readerr) - 16usize];
-    [
-        "Offset of field: fi_ops_eq::write",
-    ][::core::mem::offset_of!(fi_ops_eq, write) - 24usize];
-    [
-        "Offset of field: fi_ops_eq::sread",
-    ][::core::mem::offset_of!(fi_ops_eq, sread) - 32usize];
-    [
-        "Offset of field: fi_ops_eq::strerror",
-    ][::core::mem::offset_of!(fi_ops_eq, strerror) - 40usize];
+    assert!(::core::mem::size_of::<fi_eq_attr>() == 32);
+    assert!(::core::mem::align_of::<fi_eq_attr>() == 8);
 };
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[repr(align(8))]
+#[derive(Default, Copy, Clone)]
 pub struct fid_eq {
-    pub fid: fid,
-    pub ops: *mut fi_ops_eq,
+    pub _bindgen_opaque_blob: [u64; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_eq"][::core::mem::size_of::<fid_eq>() - 32usize];
-    ["Alignment of fid_eq"][::core::mem::align_of::<fid_eq>() - 8usize];
-    ["Offset of field: fid_eq::fid"][::core::mem::offset_of!(fid_eq, fid) - 0usize];
-    ["Offset of field: fid_eq::ops"][::core::mem::offset_of!(fid_eq, ops) - 24usize];
+    assert!(::core::mem::size_of::<fid_eq>() == 32);
+    assert!(::core::mem::align_of::<fid_eq>() == 8);
 };
-impl Default for fid_eq {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub const FI_CQ_FORMAT_UNSPEC: fi_cq_format = 0;
 pub const FI_CQ_FORMAT_CONTEXT: fi_cq_format = 1;
 pub const FI_CQ_FORMAT_MSG: fi_cq_format = 2;
@@ -1298,29 +718,16 @@ pub struct fi_cq_msg_entry {
     pub flags: u64,
     pub len: usize,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_cq_msg_entry"][::core::mem::size_of::<fi_cq_msg_entry>() - 24usize];
-    [
-        "Alignment of fi_cq_msg_entry",
-    ][::core::mem::align_of::<fi_cq_msg_entry>() - 8usize];
-    [
-        "Offset of field: fi_cq_msg_entry::op_context",
-    ][::core::mem::offset_of!(fi_cq_msg_entry, op_context) - 0usize];
-    [
-        "Offset of field: fi_cq_msg_entry::flags",
-    ][::core::mem::offset_of!(fi_cq_msg_entry, flags) - 8usize];
-    [
-        "Offset of field: fi_cq_msg_entry::len",
-    ][::core::mem::offset_of!(fi_cq_msg_entry, len) - 16usize];
+    assert!(::core::mem::size_of::<fi_cq_msg_entry>() == 24);
+    assert!(::core::mem::align_of::<fi_cq_msg_entry>() == 8);
+    assert!(::core::mem::offset_of!(fi_cq_msg_entry, op_context) == 0);
+    assert!(::core::mem::offset_of!(fi_cq_msg_entry, flags) == 8);
+    assert!(::core::mem::offset_of!(fi_cq_msg_entry, len) == 16);
 };
 impl Default for fi_cq_msg_entry {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
@@ -1338,53 +745,24 @@ pub struct fi_cq_err_entry {
     pub err_data: *mut ::core::ffi::c_void,
     pub err_data_size: usize,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_cq_err_entry"][::core::mem::size_of::<fi_cq_err_entry>() - 80usize];
-    [
-        "Alignment of fi_cq_err_entry",
-    ][::core::mem::align_of::<fi_cq_err_entry>() - 8usize];
-    [
-        "Offset of field: fi_cq_err_entry::op_context",
-    ][::core::mem::offset_of!(fi_cq_err_entry, op_context) - 0usize];
-    [
-        "Offset of field: fi_cq_err_entry::flags",
-    ][::core::mem::offset_of!(fi_cq_err_entry, flags) - 8usize];
-    [
-        "Offset of field: fi_cq_err_entry::len",
-    ][::core::mem::offset_of!(fi_cq_err_entry, len) - 16usize];
-    [
-        "Offset of field: fi_cq_err_entry::buf",
-    ][::core::mem::offset_of!(fi_cq_err_entry, buf) - 24usize];
-    [
-        "Offset of field: fi_cq_err_entry::data",
-    ][::core::mem::offset_of!(fi_cq_err_entry, data) - 32usize];
-    [
-        "Offset of field: fi_cq_err_entry::tag",
-    ][::core::mem::offset_of!(fi_cq_err_entry, tag) - 40usize];
-    [
-        "Offset of field: fi_cq_err_entry::olen",
-    ][::core::mem::offset_of!(fi_cq_err_entry, olen) - 48usize];
-    [
-        "Offset of field: fi_cq_err_entry::err",
-    ][::core::mem::offset_of!(fi_cq_err_entry, err) - 56usize];
-    [
-        "Offset of field: fi_cq_err_entry::prov_errno",
-    ][::core::mem::offset_of!(fi_cq_err_entry, prov_errno) - 60usize];
-    [
-        "Offset of field: fi_cq_err_entry::err_data",
-    ][::core::mem::offset_of!(fi_cq_err_entry, err_data) - 64usize];
-    [
-        "Offset of field: fi_cq_err_entry::err_data_size",
-    ][::core::mem::offset_of!(fi_cq_err_entry, err_data_size) - 72usize];
+    assert!(::core::mem::size_of::<fi_cq_err_entry>() == 80);
+    assert!(::core::mem::align_of::<fi_cq_err_entry>() == 8);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, op_context) == 0);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, flags) == 8);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, len) == 16);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, buf) == 24);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, data) == 32);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, tag) == 40);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, olen) == 48);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, err) == 56);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, prov_errno) == 60);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, err_data) == 64);
+    assert!(::core::mem::offset_of!(fi_cq_err_entry, err_data_size) == 72);
 };
 impl Default for fi_cq_err_entry {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub const FI_CQ_COND_NONE: fi_cq_wait_cond = 0;
@@ -1401,39 +779,20 @@ pub struct fi_cq_attr {
     pub wait_cond: fi_cq_wait_cond,
     pub wait_set: *mut fid_wait,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_cq_attr"][::core::mem::size_of::<fi_cq_attr>() - 40usize];
-    ["Alignment of fi_cq_attr"][::core::mem::align_of::<fi_cq_attr>() - 8usize];
-    [
-        "Offset of field: fi_cq_attr::size",
-    ][::core::mem::offset_of!(fi_cq_attr, size) - 0usize];
-    [
-        "Offset of field: fi_cq_attr::flags",
-    ][::core::mem::offset_of!(fi_cq_attr, flags) - 8usize];
-    [
-        "Offset of field: fi_cq_attr::format",
-    ][::core::mem::offset_of!(fi_cq_attr, format) - 16usize];
-    [
-        "Offset of field: fi_cq_attr::wait_obj",
-    ][::core::mem::offset_of!(fi_cq_attr, wait_obj) - 20usize];
-    [
-        "Offset of field: fi_cq_attr::signaling_vector",
-    ][::core::mem::offset_of!(fi_cq_attr, signaling_vector) - 24usize];
-    [
-        "Offset of field: fi_cq_attr::wait_cond",
-    ][::core::mem::offset_of!(fi_cq_attr, wait_cond) - 28usize];
-    [
-        "Offset of field: fi_cq_attr::wait_set",
-    ][::core::mem::offset_of!(fi_cq_attr, wait_set) - 32usize];
+    assert!(::core::mem::size_of::<fi_cq_attr>() == 40);
+    assert!(::core::mem::align_of::<fi_cq_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_cq_attr, size) == 0);
+    assert!(::core::mem::offset_of!(fi_cq_attr, flags) == 8);
+    assert!(::core::mem::offset_of!(fi_cq_attr, format) == 16);
+    assert!(::core::mem::offset_of!(fi_cq_attr, wait_obj) == 20);
+    assert!(::core::mem::offset_of!(fi_cq_attr, signaling_vector) == 24);
+    assert!(::core::mem::offset_of!(fi_cq_attr, wait_cond) == 28);
+    assert!(::core::mem::offset_of!(fi_cq_attr, wait_set) == 32);
 };
 impl Default for fi_cq_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
@@ -1494,34 +853,17 @@ pub struct fi_ops_cq {
         ) -> *const ::core::ffi::c_char,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_cq"][::core::mem::size_of::<fi_ops_cq>() - 64usize];
-    ["Alignment of fi_ops_cq"][::core::mem::align_of::<fi_ops_cq>() - 8usize];
-    [
-        "Offset of field: fi_ops_cq::size",
-    ][::core::mem::offset_of!(fi_ops_cq, size) - 0usize];
-    [
-        "Offset of field: fi_ops_cq::read",
-    ][::core::mem::offset_of!(fi_ops_cq, read) - 8usize];
-    [
-        "Offset of field: fi_ops_cq::readfrom",
-    ][::core::mem::offset_of!(fi_ops_cq, readfrom) - 16usize];
-    [
-        "Offset of field: fi_ops_cq::readerr",
-    ][::core::mem::offset_of!(fi_ops_cq, readerr) - 24usize];
-    [
-        "Offset of field: fi_ops_cq::sread",
-    ][::core::mem::offset_of!(fi_ops_cq, sread) - 32usize];
-    [
-        "Offset of field: fi_ops_cq::sreadfrom",
-    ][::core::mem::offset_of!(fi_ops_cq, sreadfrom) - 40usize];
-    [
-        "Offset of field: fi_ops_cq::signal",
-    ][::core::mem::offset_of!(fi_ops_cq, signal) - 48usize];
-    [
-        "Offset of field: fi_ops_cq::strerror",
-    ][::core::mem::offset_of!(fi_ops_cq, strerror) - 56usize];
+    assert!(::core::mem::size_of::<fi_ops_cq>() == 64);
+    assert!(::core::mem::align_of::<fi_ops_cq>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_cq, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_cq, read) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_cq, readfrom) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_cq, readerr) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_cq, sread) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_cq, sreadfrom) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_cq, signal) == 48);
+    assert!(::core::mem::offset_of!(fi_ops_cq, strerror) == 56);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -1529,137 +871,32 @@ pub struct fid_cq {
     pub fid: fid,
     pub ops: *mut fi_ops_cq,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_cq"][::core::mem::size_of::<fid_cq>() - 32usize];
-    ["Alignment of fid_cq"][::core::mem::align_of::<fid_cq>() - 8usize];
-    ["Offset of field: fid_cq::fid"][::core::mem::offset_of!(fid_cq, fid) - 0usize];
-    ["Offset of field: fid_cq::ops"][::core::mem::offset_of!(fid_cq, ops) - 24usize];
+    assert!(::core::mem::size_of::<fid_cq>() == 32);
+    assert!(::core::mem::align_of::<fid_cq>() == 8);
+    assert!(::core::mem::offset_of!(fid_cq, fid) == 0);
+    assert!(::core::mem::offset_of!(fid_cq, ops) == 24);
 };
-impl Default for fid_cq {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-pub const FI_CNTR_EVENTS_COMP: fi_cntr_events = 0;
-pub type fi_cntr_events = ::core::ffi::c_uint;
 #[repr(C)]
-#[derive(Copy, Clone)]
-pub struct fi_cntr_attr {
-    pub events: fi_cntr_events,
-    pub wait_obj: fi_wait_obj,
-    pub wait_set: *mut fid_wait,
-    pub flags: u64,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of fi_cntr_attr"][::core::mem::size_of::<fi_cntr_attr>() - 24usize];
-    ["Alignment of fi_cntr_attr"][::core::mem::align_of::<fi_cntr_attr>() - 8usize];
-    [
-        "Offset of field: fi_cntr_attr::events",
-    ][::core::mem::offset_of!(fi_cntr_attr, events) - 0usize];
-    [
-        "Offset of field: fi_cntr_attr::wait_obj",
-    ][::core::mem::offset_of!(fi_cntr_attr, wait_obj) - 4usize];
-    [
-        "Offset of field: fi_cntr_attr::wait_set",
-    ][::core::mem::offset_of!(fi_cntr_attr, wait_set) - 8usize];
-    [
-        "Offset of field: fi_cntr_attr::flags",
-    ][::core::mem::offset_of!(fi_cntr_attr, flags) - 16usize];
-};
-impl Default for fi_cntr_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
+#[repr(align(8))]
 #[derive(Default, Copy, Clone)]
-pub struct fi_ops_cntr {
-    pub size: usize,
-    pub read: ::core::option::Option<unsafe extern "C" fn(cntr: *mut fid_cntr) -> u64>,
-    pub readerr: ::core::option::Option<
-        unsafe extern "C" fn(cntr: *mut fid_cntr) -> u64,
-    >,
-    pub add: ::core::option::Option<
-        unsafe extern "C" fn(cntr: *mut fid_cntr, value: u64) -> ::core::ffi::c_int,
-    >,
-    pub set: ::core::option::Option<
-        unsafe extern "C" fn(cntr: *mut fid_cntr, value: u64) -> ::core::ffi::c_int,
-    >,
-    pub wait: ::core::option::Option<
-        unsafe extern "C" fn(
-            cntr: *mut fid_cntr,
-            threshold: u64,
-            timeout: ::core::ffi::c_int,
-        ) -> ::core::ffi::c_int,
-    >,
-    pub adderr: ::core::option::Option<
-        unsafe extern "C" fn(cntr: *mut fid_cntr, value: u64) -> ::core::ffi::c_int,
-    >,
-    pub seterr: ::core::option::Option<
-        unsafe extern "C" fn(cntr: *mut fid_cntr, value: u64) -> ::core::ffi::c_int,
-    >,
+pub struct fi_cntr_attr {
+    pub _bindgen_opaque_blob: [u64; 3usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_cntr"][::core::mem::size_of::<fi_ops_cntr>() - 64usize];
-    ["Alignment of fi_ops_cntr"][::core::mem::align_of::<fi_ops_cntr>() - 8usize];
-    [
-        "Offset of field: fi_ops_cntr::size",
-    ][::core::mem::offset_of!(fi_ops_cntr, size) - 0usize];
-    [
-        "Offset of field: fi_ops_cntr::read",
-    ][::core::mem::offset_of!(fi_ops_cntr, read) - 8usize];
-    [
-        "Offset of field: fi_ops_cntr::readerr",
-    ][::core::mem::offset_of!(fi_ops_cntr, readerr) - 16usize];
-    [
-        "Offset of field: fi_ops_cntr::add",
-    ][::core::mem::offset_of!(fi_ops_cntr, add) - 24usize];
-    [
-        "Offset of field: fi_ops_cntr::set",
-    ][::core::mem::offset_of!(fi_ops_cntr, set) - 32usize];
-    [
-        "Offset of field: fi_ops_cntr::wait",
-    ][::core::mem::offset_of!(fi_ops_cntr, wait) - 40usize];
-    [
-        "Offset of field: fi_ops_cntr::adderr",
-    ][::core::mem::offset_of!(fi_ops_cntr, adderr) - 48usize];
-    [
-        "Offset of field: fi_ops_cntr::seterr",
-    ][::core::mem::offset_of!(fi_ops_cntr, seterr) - 56usize];
+    assert!(::core::mem::size_of::<fi_cntr_attr>() == 24);
+    assert!(::core::mem::align_of::<fi_cntr_attr>() == 8);
 };
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[repr(align(8))]
+#[derive(Default, Copy, Clone)]
 pub struct fid_cntr {
-    pub fid: fid,
-    pub ops: *mut fi_ops_cntr,
+    pub _bindgen_opaque_blob: [u64; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_cntr"][::core::mem::size_of::<fid_cntr>() - 32usize];
-    ["Alignment of fid_cntr"][::core::mem::align_of::<fid_cntr>() - 8usize];
-    ["Offset of field: fid_cntr::fid"][::core::mem::offset_of!(fid_cntr, fid) - 0usize];
-    ["Offset of field: fid_cntr::ops"][::core::mem::offset_of!(fid_cntr, ops) - 24usize];
+    assert!(::core::mem::size_of::<fid_cntr>() == 32);
+    assert!(::core::mem::align_of::<fid_cntr>() == 8);
 };
-impl Default for fid_cntr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub struct fi_av_attr {
@@ -1671,89 +908,34 @@ pub struct fi_av_attr {
     pub map_addr: *mut ::core::ffi::c_void,
     pub flags: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_av_attr"][::core::mem::size_of::<fi_av_attr>() - 48usize];
-    ["Alignment of fi_av_attr"][::core::mem::align_of::<fi_av_attr>() - 8usize];
-    [
-        "Offset of field: fi_av_attr::type_",
-    ][::core::mem::offset_of!(fi_av_attr, type_) - 0usize];
-    [
-        "Offset of field: fi_av_attr::rx_ctx_bits",
-    ][::core::mem::offset_of!(fi_av_attr, rx_ctx_bits) - 4usize];
-    [
-        "Offset of field: fi_av_attr::count",
-    ][::core::mem::offset_of!(fi_av_attr, count) - 8usize];
-    [
-        "Offset of field: fi_av_attr::ep_per_node",
-    ][::core::mem::offset_of!(fi_av_attr, ep_per_node) - 16usize];
-    [
-        "Offset of field: fi_av_attr::name",
-    ][::core::mem::offset_of!(fi_av_attr, name) - 24usize];
-    [
-        "Offset of field: fi_av_attr::map_addr",
-    ][::core::mem::offset_of!(fi_av_attr, map_addr) - 32usize];
-    [
-        "Offset of field: fi_av_attr::flags",
-    ][::core::mem::offset_of!(fi_av_attr, flags) - 40usize];
+    assert!(::core::mem::size_of::<fi_av_attr>() == 48);
+    assert!(::core::mem::align_of::<fi_av_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_av_attr, type_) == 0);
+    assert!(::core::mem::offset_of!(fi_av_attr, rx_ctx_bits) == 4);
+    assert!(::core::mem::offset_of!(fi_av_attr, count) == 8);
+    assert!(::core::mem::offset_of!(fi_av_attr, ep_per_node) == 16);
+    assert!(::core::mem::offset_of!(fi_av_attr, name) == 24);
+    assert!(::core::mem::offset_of!(fi_av_attr, map_addr) == 32);
+    assert!(::core::mem::offset_of!(fi_av_attr, flags) == 40);
 };
 impl Default for fi_av_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[repr(align(8))]
+#[derive(Default, Copy, Clone)]
 pub struct fi_av_set_attr {
-    pub count: usize,
-    pub start_addr: fi_addr_t,
-    pub end_addr: fi_addr_t,
-    pub stride: u64,
-    pub comm_key_size: usize,
-    pub comm_key: *mut u8,
-    pub flags: u64,
+    pub _bindgen_opaque_blob: [u64; 7usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_av_set_attr"][::core::mem::size_of::<fi_av_set_attr>() - 56usize];
-    ["Alignment of fi_av_set_attr"][::core::mem::align_of::<fi_av_set_attr>() - 8usize];
-    [
-        "Offset of field: fi_av_set_attr::count",
-    ][::core::mem::offset_of!(fi_av_set_attr, count) - 0usize];
-    [
-        "Offset of field: fi_av_set_attr::start_addr",
-    ][::core::mem::offset_of!(fi_av_set_attr, start_addr) - 8usize];
-    [
-        "Offset of field: fi_av_set_attr::end_addr",
-    ][::core::mem::offset_of!(fi_av_set_attr, end_addr) - 16usize];
-    [
-        "Offset of field: fi_av_set_attr::stride",
-    ][::core::mem::offset_of!(fi_av_set_attr, stride) - 24usize];
-    [
-        "Offset of field: fi_av_set_attr::comm_key_size",
-    ][::core::mem::offset_of!(fi_av_set_attr, comm_key_size) - 32usize];
-    [
-        "Offset of field: fi_av_set_attr::comm_key",
-    ][::core::mem::offset_of!(fi_av_set_attr, comm_key) - 40usize];
-    [
-        "Offset of field: fi_av_set_attr::flags",
-    ][::core::mem::offset_of!(fi_av_set_attr, flags) - 48usize];
+    assert!(::core::mem::size_of::<fi_av_set_attr>() == 56);
+    assert!(::core::mem::align_of::<fi_av_set_attr>() == 8);
 };
-impl Default for fi_av_set_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[derive(Default, Copy, Clone)]
 pub struct fid_av_set {
     _unused: [u8; 0],
 }
@@ -1826,34 +1008,17 @@ pub struct fi_ops_av {
         ) -> ::core::ffi::c_int,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_av"][::core::mem::size_of::<fi_ops_av>() - 64usize];
-    ["Alignment of fi_ops_av"][::core::mem::align_of::<fi_ops_av>() - 8usize];
-    [
-        "Offset of field: fi_ops_av::size",
-    ][::core::mem::offset_of!(fi_ops_av, size) - 0usize];
-    [
-        "Offset of field: fi_ops_av::insert",
-    ][::core::mem::offset_of!(fi_ops_av, insert) - 8usize];
-    [
-        "Offset of field: fi_ops_av::insertsvc",
-    ][::core::mem::offset_of!(fi_ops_av, insertsvc) - 16usize];
-    [
-        "Offset of field: fi_ops_av::insertsym",
-    ][::core::mem::offset_of!(fi_ops_av, insertsym) - 24usize];
-    [
-        "Offset of field: fi_ops_av::remove",
-    ][::core::mem::offset_of!(fi_ops_av, remove) - 32usize];
-    [
-        "Offset of field: fi_ops_av::lookup",
-    ][::core::mem::offset_of!(fi_ops_av, lookup) - 40usize];
-    [
-        "Offset of field: fi_ops_av::straddr",
-    ][::core::mem::offset_of!(fi_ops_av, straddr) - 48usize];
-    [
-        "Offset of field: fi_ops_av::av_set",
-    ][::core::mem::offset_of!(fi_ops_av, av_set) - 56usize];
+    assert!(::core::mem::size_of::<fi_ops_av>() == 64);
+    assert!(::core::mem::align_of::<fi_ops_av>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_av, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_av, insert) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_av, insertsvc) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_av, insertsym) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_av, remove) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_av, lookup) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_av, straddr) == 48);
+    assert!(::core::mem::offset_of!(fi_ops_av, av_set) == 56);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -1861,22 +1026,12 @@ pub struct fid_av {
     pub fid: fid,
     pub ops: *mut fi_ops_av,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_av"][::core::mem::size_of::<fid_av>() - 32usize];
-    ["Alignment of fid_av"][::core::mem::align_of::<fid_av>() - 8usize];
-    ["Offset of field: fid_av::fid"][::core::mem::offset_of!(fid_av, fid) - 0usize];
-    ["Offset of field: fid_av::ops"][::core::mem::offset_of!(fid_av, ops) - 24usize];
+    assert!(::core::mem::size_of::<fid_av>() == 32);
+    assert!(::core::mem::align_of::<fid_av>() == 8);
+    assert!(::core::mem::offset_of!(fid_av, fid) == 0);
+    assert!(::core::mem::offset_of!(fid_av, ops) == 24);
 };
-impl Default for fid_av {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub struct fid_mr {
@@ -1884,25 +1039,13 @@ pub struct fid_mr {
     pub mem_desc: *mut ::core::ffi::c_void,
     pub key: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_mr"][::core::mem::size_of::<fid_mr>() - 40usize];
-    ["Alignment of fid_mr"][::core::mem::align_of::<fid_mr>() - 8usize];
-    ["Offset of field: fid_mr::fid"][::core::mem::offset_of!(fid_mr, fid) - 0usize];
-    [
-        "Offset of field: fid_mr::mem_desc",
-    ][::core::mem::offset_of!(fid_mr, mem_desc) - 24usize];
-    ["Offset of field: fid_mr::key"][::core::mem::offset_of!(fid_mr, key) - 32usize];
+    assert!(::core::mem::size_of::<fid_mr>() == 40);
+    assert!(::core::mem::align_of::<fid_mr>() == 8);
+    assert!(::core::mem::offset_of!(fid_mr, fid) == 0);
+    assert!(::core::mem::offset_of!(fid_mr, mem_desc) == 24);
+    assert!(::core::mem::offset_of!(fid_mr, key) == 32);
 };
-impl Default for fid_mr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub const FI_HMEM_SYSTEM: fi_hmem_iface = 0;
 pub const FI_HMEM_CUDA: fi_hmem_iface = 1;
 pub const FI_HMEM_ROCR: fi_hmem_iface = 2;
@@ -1933,83 +1076,34 @@ pub union fi_mr_attr__bindgen_ty_1 {
     pub neuron: ::core::ffi::c_int,
     pub synapseai: ::core::ffi::c_int,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of fi_mr_attr__bindgen_ty_1",
-    ][::core::mem::size_of::<fi_mr_attr__bindgen_ty_1>() - 8usize];
-    [
-        "Alignment of fi_mr_attr__bindgen_ty_1",
-    ][::core::mem::align_of::<fi_mr_attr__bindgen_ty_1>() - 8usize];
-    [
-        "Offset of field: fi_mr_attr__bindgen_ty_1::reserved",
-    ][::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, reserved) - 0usize];
-    [
-        "Offset of field: fi_mr_attr__bindgen_ty_1::cuda",
-    ][::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, cuda) - 0usize];
-    [
-        "Offset of field: fi_mr_attr__bindgen_ty_1::ze",
-    ][::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, ze) - 0usize];
-    [
-        "Offset of field: fi_mr_attr__bindgen_ty_1::neuron",
-    ][::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, neuron) - 0usize];
-    [
-        "Offset of field: fi_mr_attr__bindgen_ty_1::synapseai",
-    ][::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, synapseai) - 0usize];
-};
-impl Default for fi_mr_attr__bindgen_ty_1 {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of fi_mr_attr"][::core::mem::size_of::<fi_mr_attr>() - 80usize];
-    ["Alignment of fi_mr_attr"][::core::mem::align_of::<fi_mr_attr>() - 8usize];
-    [
-        "Offset of field: fi_mr_attr::mr_iov",
-    ][::core::mem::offset_of!(fi_mr_attr, mr_iov) - 0usize];
-    [
-        "Offset of field: fi_mr_attr::iov_count",
-    ][::core::mem::offset_of!(fi_mr_attr, iov_count) - 8usize];
-    [
-        "Offset of field: fi_mr_attr::access",
-    ][::core::mem::offset_of!(fi_mr_attr, access) - 16usize];
-    [
-        "Offset of field: fi_mr_attr::offset",
-    ][::core::mem::offset_of!(fi_mr_attr, offset) - 24usize];
-    [
-        "Offset of field: fi_mr_attr::requested_key",
-    ][::core::mem::offset_of!(fi_mr_attr, requested_key) - 32usize];
-    [
-        "Offset of field: fi_mr_attr::context",
-    ][::core::mem::offset_of!(fi_mr_attr, context) - 40usize];
-    [
-        "Offset of field: fi_mr_attr::auth_key_size",
-    ][::core::mem::offset_of!(fi_mr_attr, auth_key_size) - 48usize];
-    [
-        "Offset of field: fi_mr_attr::auth_key",
-    ][::core::mem::offset_of!(fi_mr_attr, auth_key) - 56usize];
-    [
-        "Offset of field: fi_mr_attr::iface",
-    ][::core::mem::offset_of!(fi_mr_attr, iface) - 64usize];
-    [
-        "Offset of field: fi_mr_attr::device",
-    ][::core::mem::offset_of!(fi_mr_attr, device) - 72usize];
+    assert!(::core::mem::size_of::<fi_mr_attr__bindgen_ty_1>() == 8);
+    assert!(::core::mem::align_of::<fi_mr_attr__bindgen_ty_1>() == 8);
+    assert!(::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, reserved) == 0);
+    assert!(::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, cuda) == 0);
+    assert!(::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, ze) == 0);
+    assert!(::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, neuron) == 0);
+    assert!(::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, synapseai) == 0);
 };
 impl Default for fi_mr_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
+const _: () = {
+    assert!(::core::mem::size_of::<fi_mr_attr>() == 80);
+    assert!(::core::mem::align_of::<fi_mr_attr>() == 8);
+    assert!(::core::mem::offset_of!(fi_mr_attr, mr_iov) == 0);
+    assert!(::core::mem::offset_of!(fi_mr_attr, iov_count) == 8);
+    assert!(::core::mem::offset_of!(fi_mr_attr, access) == 16);
+    assert!(::core::mem::offset_of!(fi_mr_attr, offset) == 24);
+    assert!(::core::mem::offset_of!(fi_mr_attr, requested_key) == 32);
+    assert!(::core::mem::offset_of!(fi_mr_attr, context) == 40);
+    assert!(::core::mem::offset_of!(fi_mr_attr, auth_key_size) == 48);
+    assert!(::core::mem::offset_of!(fi_mr_attr, auth_key) == 56);
+    assert!(::core::mem::offset_of!(fi_mr_attr, iface) == 64);
+    assert!(::core::mem::offset_of!(fi_mr_attr, device) == 72);
+};
 pub const FI_INT8: fi_datatype = 0;
 pub const FI_UINT8: fi_datatype = 1;
 pub const FI_INT16: fi_datatype = 2;
@@ -2165,46 +1259,21 @@ pub struct fi_ops_domain {
         ) -> ::core::ffi::c_int,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_domain"][::core::mem::size_of::<fi_ops_domain>() - 96usize];
-    ["Alignment of fi_ops_domain"][::core::mem::align_of::<fi_ops_domain>() - 8usize];
-    [
-        "Offset of field: fi_ops_domain::size",
-    ][::core::mem::offset_of!(fi_ops_domain, size) - 0usize];
-    [
-        "Offset of field: fi_ops_domain::av_open",
-    ][::core::mem::offset_of!(fi_ops_domain, av_open) - 8usize];
-    [
-        "Offset of field: fi_ops_domain::cq_open",
-    ][::core::mem::offset_of!(fi_ops_domain, cq_open) - 16usize];
-    [
-        "Offset of field: fi_ops_domain::endpoint",
-    ][::core::mem::offset_of!(fi_ops_domain, endpoint) - 24usize];
-    [
-        "Offset of field: fi_ops_domain::scalable_ep",
-    ][::core::mem::offset_of!(fi_ops_domain, scalable_ep) - 32usize];
-    [
-        "Offset of field: fi_ops_domain::cntr_open",
-    ][::core::mem::offset_of!(fi_ops_domain, cntr_open) - 40usize];
-    [
-        "Offset of field: fi_ops_domain::poll_open",
-    ][::core::mem::offset_of!(fi_ops_domain, poll_open) - 48usize];
-    [
-        "Offset of field: fi_ops_domain::stx_ctx",
-    ][::core::mem::offset_of!(fi_ops_domain, stx_ctx) - 56usize];
-    [
-        "Offset of field: fi_ops_domain::srx_ctx",
-    ][::core::mem::offset_of!(fi_ops_domain, srx_ctx) - 64usize];
-    [
-        "Offset of field: fi_ops_domain::query_atomic",
-    ][::core::mem::offset_of!(fi_ops_domain, query_atomic) - 72usize];
-    [
-        "Offset of field: fi_ops_domain::query_collective",
-    ][::core::mem::offset_of!(fi_ops_domain, query_collective) - 80usize];
-    [
-        "Offset of field: fi_ops_domain::endpoint2",
-    ][::core::mem::offset_of!(fi_ops_domain, endpoint2) - 88usize];
+    assert!(::core::mem::size_of::<fi_ops_domain>() == 96);
+    assert!(::core::mem::align_of::<fi_ops_domain>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_domain, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_domain, av_open) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_domain, cq_open) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_domain, endpoint) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_domain, scalable_ep) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_domain, cntr_open) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_domain, poll_open) == 48);
+    assert!(::core::mem::offset_of!(fi_ops_domain, stx_ctx) == 56);
+    assert!(::core::mem::offset_of!(fi_ops_domain, srx_ctx) == 64);
+    assert!(::core::mem::offset_of!(fi_ops_domain, query_atomic) == 72);
+    assert!(::core::mem::offset_of!(fi_ops_domain, query_collective) == 80);
+    assert!(::core::mem::offset_of!(fi_ops_domain, endpoint2) == 88);
 };
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
@@ -2245,22 +1314,13 @@ pub struct fi_ops_mr {
         ) -> ::core::ffi::c_int,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_mr"][::core::mem::size_of::<fi_ops_mr>() - 32usize];
-    ["Alignment of fi_ops_mr"][::core::mem::align_of::<fi_ops_mr>() - 8usize];
-    [
-        "Offset of field: fi_ops_mr::size",
-    ][::core::mem::offset_of!(fi_ops_mr, size) - 0usize];
-    [
-        "Offset of field: fi_ops_mr::reg",
-    ][::core::mem::offset_of!(fi_ops_mr, reg) - 8usize];
-    [
-        "Offset of field: fi_ops_mr::regv",
-    ][::core::mem::offset_of!(fi_ops_mr, regv) - 16usize];
-    [
-        "Offset of field: fi_ops_mr::regattr",
-    ][::core::mem::offset_of!(fi_ops_mr, regattr) - 24usize];
+    assert!(::core::mem::size_of::<fi_ops_mr>() == 32);
+    assert!(::core::mem::align_of::<fi_ops_mr>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_mr, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_mr, reg) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_mr, regv) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_mr, regattr) == 24);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -2269,29 +1329,13 @@ pub struct fid_domain {
     pub ops: *mut fi_ops_domain,
     pub mr: *mut fi_ops_mr,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_domain"][::core::mem::size_of::<fid_domain>() - 40usize];
-    ["Alignment of fid_domain"][::core::mem::align_of::<fid_domain>() - 8usize];
-    [
-        "Offset of field: fid_domain::fid",
-    ][::core::mem::offset_of!(fid_domain, fid) - 0usize];
-    [
-        "Offset of field: fid_domain::ops",
-    ][::core::mem::offset_of!(fid_domain, ops) - 24usize];
-    [
-        "Offset of field: fid_domain::mr",
-    ][::core::mem::offset_of!(fid_domain, mr) - 32usize];
+    assert!(::core::mem::size_of::<fid_domain>() == 40);
+    assert!(::core::mem::align_of::<fid_domain>() == 8);
+    assert!(::core::mem::offset_of!(fid_domain, fid) == 0);
+    assert!(::core::mem::offset_of!(fid_domain, ops) == 24);
+    assert!(::core::mem::offset_of!(fid_domain, mr) == 32);
 };
-impl Default for fid_domain {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub struct fi_msg {
@@ -2302,32 +1346,16 @@ pub struct fi_msg {
     pub context: *mut ::core::ffi::c_void,
     pub data: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_msg"][::core::mem::size_of::<fi_msg>() - 48usize];
-    ["Alignment of fi_msg"][::core::mem::align_of::<fi_msg>() - 8usize];
-    [
-        "Offset of field: fi_msg::msg_iov",
-    ][::core::mem::offset_of!(fi_msg, msg_iov) - 0usize];
-    ["Offset of field: fi_msg::desc"][::core::mem::offset_of!(fi_msg, desc) - 8usize];
-    [
-        "Offset of field: fi_msg::iov_count",
-    ][::core::mem::offset_of!(fi_msg, iov_count) - 16usize];
-    ["Offset of field: fi_msg::addr"][::core::mem::offset_of!(fi_msg, addr) - 24usize];
-    [
-        "Offset of field: fi_msg::context",
-    ][::core::mem::offset_of!(fi_msg, context) - 32usize];
-    ["Offset of field: fi_msg::data"][::core::mem::offset_of!(fi_msg, data) - 40usize];
+    assert!(::core::mem::size_of::<fi_msg>() == 48);
+    assert!(::core::mem::align_of::<fi_msg>() == 8);
+    assert!(::core::mem::offset_of!(fi_msg, msg_iov) == 0);
+    assert!(::core::mem::offset_of!(fi_msg, desc) == 8);
+    assert!(::core::mem::offset_of!(fi_msg, iov_count) == 16);
+    assert!(::core::mem::offset_of!(fi_msg, addr) == 24);
+    assert!(::core::mem::offset_of!(fi_msg, context) == 32);
+    assert!(::core::mem::offset_of!(fi_msg, data) == 40);
 };
-impl Default for fi_msg {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
 pub struct fi_ops_ep {
@@ -2378,34 +1406,17 @@ pub struct fi_ops_ep {
         unsafe extern "C" fn(ep: *mut fid_ep) -> isize,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_ep"][::core::mem::size_of::<fi_ops_ep>() - 64usize];
-    ["Alignment of fi_ops_ep"][::core::mem::align_of::<fi_ops_ep>() - 8usize];
-    [
-        "Offset of field: fi_ops_ep::size",
-    ][::core::mem::offset_of!(fi_ops_ep, size) - 0usize];
-    [
-        "Offset of field: fi_ops_ep::cancel",
-    ][::core::mem::offset_of!(fi_ops_ep, cancel) - 8usize];
-    [
-        "Offset of field: fi_ops_ep::getopt",
-    ][::core::mem::offset_of!(fi_ops_ep, getopt) - 16usize];
-    [
-        "Offset of field: fi_ops_ep::setopt",
-    ][::core::mem::offset_of!(fi_ops_ep, setopt) - 24usize];
-    [
-        "Offset of field: fi_ops_ep::tx_ctx",
-    ][::core::mem::offset_of!(fi_ops_ep, tx_ctx) - 32usize];
-    [
-        "Offset of field: fi_ops_ep::rx_ctx",
-    ][::core::mem::offset_of!(fi_ops_ep, rx_ctx) - 40usize];
-    [
-        "Offset of field: fi_ops_ep::rx_size_left",
-    ][::core::mem::offset_of!(fi_ops_ep, rx_size_left) - 48usize];
-    [
-        "Offset of field: fi_ops_ep::tx_size_left",
-    ][::core::mem::offset_of!(fi_ops_ep, tx_size_left) - 56usize];
+    assert!(::core::mem::size_of::<fi_ops_ep>() == 64);
+    assert!(::core::mem::align_of::<fi_ops_ep>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_ep, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_ep, cancel) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_ep, getopt) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_ep, setopt) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_ep, tx_ctx) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_ep, rx_ctx) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_ep, rx_size_left) == 48);
+    assert!(::core::mem::offset_of!(fi_ops_ep, tx_size_left) == 56);
 };
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
@@ -2486,40 +1497,19 @@ pub struct fi_ops_msg {
         ) -> isize,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_msg"][::core::mem::size_of::<fi_ops_msg>() - 80usize];
-    ["Alignment of fi_ops_msg"][::core::mem::align_of::<fi_ops_msg>() - 8usize];
-    [
-        "Offset of field: fi_ops_msg::size",
-    ][::core::mem::offset_of!(fi_ops_msg, size) - 0usize];
-    [
-        "Offset of field: fi_ops_msg::recv",
-    ][::core::mem::offset_of!(fi_ops_msg, recv) - 8usize];
-    [
-        "Offset of field: fi_ops_msg::recvv",
-    ][::core::mem::offset_of!(fi_ops_msg, recvv) - 16usize];
-    [
-        "Offset of field: fi_ops_msg::recvmsg",
-    ][::core::mem::offset_of!(fi_ops_msg, recvmsg) - 24usize];
-    [
-        "Offset of field: fi_ops_msg::send",
-    ][::core::mem::offset_of!(fi_ops_msg, send) - 32usize];
-    [
-        "Offset of field: fi_ops_msg::sendv",
-    ][::core::mem::offset_of!(fi_ops_msg, sendv) - 40usize];
-    [
-        "Offset of field: fi_ops_msg::sendmsg",
-    ][::core::mem::offset_of!(fi_ops_msg, sendmsg) - 48usize];
-    [
-        "Offset of field: fi_ops_msg::inject",
-    ][::core::mem::offset_of!(fi_ops_msg, inject) - 56usize];
-    [
-        "Offset of field: fi_ops_msg::senddata",
-    ][::core::mem::offset_of!(fi_ops_msg, senddata) - 64usize];
-    [
-        "Offset of field: fi_ops_msg::injectdata",
-    ][::core::mem::offset_of!(fi_ops_msg, injectdata) - 72usize];
+    assert!(::core::mem::size_of::<fi_ops_msg>() == 80);
+    assert!(::core::mem::align_of::<fi_ops_msg>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_msg, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_msg, recv) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_msg, recvv) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_msg, recvmsg) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_msg, send) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_msg, sendv) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_msg, sendmsg) == 48);
+    assert!(::core::mem::offset_of!(fi_ops_msg, inject) == 56);
+    assert!(::core::mem::offset_of!(fi_ops_msg, senddata) == 64);
+    assert!(::core::mem::offset_of!(fi_ops_msg, injectdata) == 72);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -2548,104 +1538,53 @@ pub struct fid_ep {
     pub atomic: *mut fi_ops_atomic,
     pub collective: *mut fi_ops_collective,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_ep"][::core::mem::size_of::<fid_ep>() - 80usize];
-    ["Alignment of fid_ep"][::core::mem::align_of::<fid_ep>() - 8usize];
-    ["Offset of field: fid_ep::fid"][::core::mem::offset_of!(fid_ep, fid) - 0usize];
-    ["Offset of field: fid_ep::ops"][::core::mem::offset_of!(fid_ep, ops) - 24usize];
-    ["Offset of field: fid_ep::cm"][::core::mem::offset_of!(fid_ep, cm) - 32usize];
-    ["Offset of field: fid_ep::msg"][::core::mem::offset_of!(fid_ep, msg) - 40usize];
-    ["Offset of field: fid_ep::rma"][::core::mem::offset_of!(fid_ep, rma) - 48usize];
-    [
-        "Offset of field: fid_ep::tagged",
-    ][::core::mem::offset_of!(fid_ep, tagged) - 56usize];
-    [
-        "Offset of field: fid_ep::atomic",
-    ][::core::mem::offset_of!(fid_ep, atomic) - 64usize];
-    [
-        "Offset of field: fid_ep::collective",
-    ][::core::mem::offset_of!(fid_ep, collective) - 72usize];
+    assert!(::core::mem::size_of::<fid_ep>() == 80);
+    assert!(::core::mem::align_of::<fid_ep>() == 8);
+    assert!(::core::mem::offset_of!(fid_ep, fid) == 0);
+    assert!(::core::mem::offset_of!(fid_ep, ops) == 24);
+    assert!(::core::mem::offset_of!(fid_ep, cm) == 32);
+    assert!(::core::mem::offset_of!(fid_ep, msg) == 40);
+    assert!(::core::mem::offset_of!(fid_ep, rma) == 48);
+    assert!(::core::mem::offset_of!(fid_ep, tagged) == 56);
+    assert!(::core::mem::offset_of!(fid_ep, atomic) == 64);
+    assert!(::core::mem::offset_of!(fid_ep, collective) == 72);
 };
 impl Default for fid_ep {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[repr(align(8))]
+#[derive(Default, Copy, Clone)]
 pub struct fid_pep {
-    pub fid: fid,
-    pub ops: *mut fi_ops_ep,
-    pub cm: *mut fi_ops_cm,
+    pub _bindgen_opaque_blob: [u64; 5usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_pep"][::core::mem::size_of::<fid_pep>() - 40usize];
-    ["Alignment of fid_pep"][::core::mem::align_of::<fid_pep>() - 8usize];
-    ["Offset of field: fid_pep::fid"][::core::mem::offset_of!(fid_pep, fid) - 0usize];
-    ["Offset of field: fid_pep::ops"][::core::mem::offset_of!(fid_pep, ops) - 24usize];
-    ["Offset of field: fid_pep::cm"][::core::mem::offset_of!(fid_pep, cm) - 32usize];
+    assert!(::core::mem::size_of::<fid_pep>() == 40);
+    assert!(::core::mem::align_of::<fid_pep>() == 8);
 };
-impl Default for fid_pep {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[repr(align(8))]
+#[derive(Default, Copy, Clone)]
 pub struct fid_stx {
-    pub fid: fid,
-    pub ops: *mut fi_ops_ep,
+    pub _bindgen_opaque_blob: [u64; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_stx"][::core::mem::size_of::<fid_stx>() - 32usize];
-    ["Alignment of fid_stx"][::core::mem::align_of::<fid_stx>() - 8usize];
-    ["Offset of field: fid_stx::fid"][::core::mem::offset_of!(fid_stx, fid) - 0usize];
-    ["Offset of field: fid_stx::ops"][::core::mem::offset_of!(fid_stx, ops) - 24usize];
+    assert!(::core::mem::size_of::<fid_stx>() == 32);
+    assert!(::core::mem::align_of::<fid_stx>() == 8);
 };
-impl Default for fid_stx {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
-#[derive(Copy, Clone)]
+#[repr(align(8))]
+#[derive(Default, Copy, Clone)]
 pub struct fid_mc {
-    pub fid: fid,
-    pub fi_addr: fi_addr_t,
+    pub _bindgen_opaque_blob: [u64; 4usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fid_mc"][::core::mem::size_of::<fid_mc>() - 32usize];
-    ["Alignment of fid_mc"][::core::mem::align_of::<fid_mc>() - 8usize];
-    ["Offset of field: fid_mc::fid"][::core::mem::offset_of!(fid_mc, fid) - 0usize];
-    [
-        "Offset of field: fid_mc::fi_addr",
-    ][::core::mem::offset_of!(fid_mc, fi_addr) - 24usize];
+    assert!(::core::mem::size_of::<fid_mc>() == 32);
+    assert!(::core::mem::align_of::<fid_mc>() == 8);
 };
-impl Default for fid_mc {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
 pub struct fi_ops_cm {
@@ -2710,40 +1649,19 @@ pub struct fi_ops_cm {
         ) -> ::core::ffi::c_int,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_cm"][::core::mem::size_of::<fi_ops_cm>() - 80usize];
-    ["Alignment of fi_ops_cm"][::core::mem::align_of::<fi_ops_cm>() - 8usize];
-    [
-        "Offset of field: fi_ops_cm::size",
-    ][::core::mem::offset_of!(fi_ops_cm, size) - 0usize];
-    [
-        "Offset of field: fi_ops_cm::setname",
-    ][::core::mem::offset_of!(fi_ops_cm, setname) - 8usize];
-    [
-        "Offset of field: fi_ops_cm::getname",
-    ][::core::mem::offset_of!(fi_ops_cm, getname) - 16usize];
-    [
-        "Offset of field: fi_ops_cm::getpeer",
-    ][::core::mem::offset_of!(fi_ops_cm, getpeer) - 24usize];
-    [
-        "Offset of field: fi_ops_cm::connect",
-    ][::core::mem::offset_of!(fi_ops_cm, connect) - 32usize];
-    [
-        "Offset of field: fi_ops_cm::listen",
-    ][::core::mem::offset_of!(fi_ops_cm, listen) - 40usize];
-    [
-        "Offset of field: fi_ops_cm::accept",
-    ][::core::mem::offset_of!(fi_ops_cm, accept) - 48usize];
-    [
-        "Offset of field: fi_ops_cm::reject",
-    ][::core::mem::offset_of!(fi_ops_cm, reject) - 56usize];
-    [
-        "Offset of field: fi_ops_cm::shutdown",
-    ][::core::mem::offset_of!(fi_ops_cm, shutdown) - 64usize];
-    [
-        "Offset of field: fi_ops_cm::join",
-    ][::core::mem::offset_of!(fi_ops_cm, join) - 72usize];
+    assert!(::core::mem::size_of::<fi_ops_cm>() == 80);
+    assert!(::core::mem::align_of::<fi_ops_cm>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_cm, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_cm, setname) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_cm, getname) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_cm, getpeer) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_cm, connect) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_cm, listen) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_cm, accept) == 48);
+    assert!(::core::mem::offset_of!(fi_ops_cm, reject) == 56);
+    assert!(::core::mem::offset_of!(fi_ops_cm, shutdown) == 64);
+    assert!(::core::mem::offset_of!(fi_ops_cm, join) == 72);
 };
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
@@ -2752,19 +1670,12 @@ pub struct fi_rma_iov {
     pub len: usize,
     pub key: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_rma_iov"][::core::mem::size_of::<fi_rma_iov>() - 24usize];
-    ["Alignment of fi_rma_iov"][::core::mem::align_of::<fi_rma_iov>() - 8usize];
-    [
-        "Offset of field: fi_rma_iov::addr",
-    ][::core::mem::offset_of!(fi_rma_iov, addr) - 0usize];
-    [
-        "Offset of field: fi_rma_iov::len",
-    ][::core::mem::offset_of!(fi_rma_iov, len) - 8usize];
-    [
-        "Offset of field: fi_rma_iov::key",
-    ][::core::mem::offset_of!(fi_rma_iov, key) - 16usize];
+    assert!(::core::mem::size_of::<fi_rma_iov>() == 24);
+    assert!(::core::mem::align_of::<fi_rma_iov>() == 8);
+    assert!(::core::mem::offset_of!(fi_rma_iov, addr) == 0);
+    assert!(::core::mem::offset_of!(fi_rma_iov, len) == 8);
+    assert!(::core::mem::offset_of!(fi_rma_iov, key) == 16);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -2778,44 +1689,18 @@ pub struct fi_msg_rma {
     pub context: *mut ::core::ffi::c_void,
     pub data: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_msg_rma"][::core::mem::size_of::<fi_msg_rma>() - 64usize];
-    ["Alignment of fi_msg_rma"][::core::mem::align_of::<fi_msg_rma>() - 8usize];
-    [
-        "Offset of field: fi_msg_rma::msg_iov",
-    ][::core::mem::offset_of!(fi_msg_rma, msg_iov) - 0usize];
-    [
-        "Offset of field: fi_msg_rma::desc",
-    ][::core::mem::offset_of!(fi_msg_rma, desc) - 8usize];
-    [
-        "Offset of field: fi_msg_rma::iov_count",
-    ][::core::mem::offset_of!(fi_msg_rma, iov_count) - 16usize];
-    [
-        "Offset of field: fi_msg_rma::addr",
-    ][::core::mem::offset_of!(fi_msg_rma, addr) - 24usize];
-    [
-        "Offset of field: fi_msg_rma::rma_iov",
-    ][::core::mem::offset_of!(fi_msg_rma, rma_iov) - 32usize];
-    [
-        "Offset of field: fi_msg_rma::rma_iov_count",
-    ][::core::mem::offset_of!(fi_msg_rma, rma_iov_count) - 40usize];
-    [
-        "Offset of field: fi_msg_rma::context",
-    ][::core::mem::offset_of!(fi_msg_rma, context) - 48usize];
-    [
-        "Offset of field: fi_msg_rma::data",
-    ][::core::mem::offset_of!(fi_msg_rma, data) - 56usize];
+    assert!(::core::mem::size_of::<fi_msg_rma>() == 64);
+    assert!(::core::mem::align_of::<fi_msg_rma>() == 8);
+    assert!(::core::mem::offset_of!(fi_msg_rma, msg_iov) == 0);
+    assert!(::core::mem::offset_of!(fi_msg_rma, desc) == 8);
+    assert!(::core::mem::offset_of!(fi_msg_rma, iov_count) == 16);
+    assert!(::core::mem::offset_of!(fi_msg_rma, addr) == 24);
+    assert!(::core::mem::offset_of!(fi_msg_rma, rma_iov) == 32);
+    assert!(::core::mem::offset_of!(fi_msg_rma, rma_iov_count) == 40);
+    assert!(::core::mem::offset_of!(fi_msg_rma, context) == 48);
+    assert!(::core::mem::offset_of!(fi_msg_rma, data) == 56);
 };
-impl Default for fi_msg_rma {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
 pub struct fi_ops_rma {
@@ -2917,41 +1802,21 @@ pub struct fi_ops_rma {
         ) -> isize,
     >,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of fi_ops_rma"][::core::mem::size_of::<fi_ops_rma>() - 80usize];
-    ["Alignment of fi_ops_rma"][::core::mem::align_of::<fi_ops_rma>() - 8usize];
-    [
-        "Offset of field: fi_ops_rma::size",
-    ][::core::mem::offset_of!(fi_ops_rma, size) - 0usize];
-    [
-        "Offset of field: fi_ops_rma::read",
-    ][::core::mem::offset_of!(fi_ops_rma, read) - 8usize];
-    [
-        "Offset of field: fi_ops_rma::readv",
-    ][::core::mem::offset_of!(fi_ops_rma, readv) - 16usize];
-    [
-        "Offset of field: fi_ops_rma::readmsg",
-    ][::core::mem::offset_of!(fi_ops_rma, readmsg) - 24usize];
-    [
-        "Offset of field: fi_ops_rma::write",
-    ][::core::mem::offset_of!(fi_ops_rma, write) - 32usize];
-    [
-        "Offset of field: fi_ops_rma::writev",
-    ][::core::mem::offset_of!(fi_ops_rma, writev) - 40usize];
-    [
-        "Offset of field: fi_ops_rma::writemsg",
-    ][::core::mem::offset_of!(fi_ops_rma, writemsg) - 48usize];
-    [
-        "Offset of field: fi_ops_rma::inject",
-    ][::core::mem::offset_of!(fi_ops_rma, inject) - 56usize];
-    [
-        "Offset of field: fi_ops_rma::writedata",
-    ][::core::mem::offset_of!(fi_ops_rma, writedata) - 64usize];
-    [
-        "Offset of field: fi_ops_rma::injectdata",
-    ][::core::mem::offset_of!(fi_ops_rma, injectdata) - 72usize];
+    assert!(::core::mem::size_of::<fi_ops_rma>() == 80);
+    assert!(::core::mem::align_of::<fi_ops_rma>() == 8);
+    assert!(::core::mem::offset_of!(fi_ops_rma, size) == 0);
+    assert!(::core::mem::offset_of!(fi_ops_rma, read) == 8);
+    assert!(::core::mem::offset_of!(fi_ops_rma, readv) == 16);
+    assert!(::core::mem::offset_of!(fi_ops_rma, readmsg) == 24);
+    assert!(::core::mem::offset_of!(fi_ops_rma, write) == 32);
+    assert!(::core::mem::offset_of!(fi_ops_rma, writev) == 40);
+    assert!(::core::mem::offset_of!(fi_ops_rma, writemsg) == 48);
+    assert!(::core::mem::offset_of!(fi_ops_rma, inject) == 56);
+    assert!(::core::mem::offset_of!(fi_ops_rma, writedata) == 64);
+    assert!(::core::mem::offset_of!(fi_ops_rma, injectdata) == 72);
 };
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Functions {
     pub fi_strerror: unsafe extern "C" fn(
@@ -2974,21 +1839,13 @@ pub struct Functions {
         context: *mut ::core::ffi::c_void,
     ) -> ::core::ffi::c_int,
 }
-impl Functions {
-    pub unsafe fn find<E>(
-        mut symbol: impl FnMut(
-            &'static ::core::ffi::CStr,
-        ) -> Result<::core::ptr::NonNull<::core::ffi::c_void>, E>,
-    ) -> Result<Self, E> {
-        unsafe {
-            Ok(Functions {
-                fi_strerror: ::core::mem::transmute(symbol(c"fi_strerror")?),
-                fi_version: ::core::mem::transmute(symbol(c"fi_version")?),
-                fi_getinfo: ::core::mem::transmute(symbol(c"fi_getinfo")?),
-                fi_freeinfo: ::core::mem::transmute(symbol(c"fi_freeinfo")?),
-                fi_dupinfo: ::core::mem::transmute(symbol(c"fi_dupinfo")?),
-                fi_fabric: ::core::mem::transmute(symbol(c"fi_fabric")?),
-            })
-        }
-    }
+unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
+    const NAMES: &'static [&'static ::core::ffi::CStr] = &[
+        c"fi_strerror",
+        c"fi_version",
+        c"fi_getinfo",
+        c"fi_freeinfo",
+        c"fi_dupinfo",
+        c"fi_fabric",
+    ];
 }

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::fmt;
 use std::path::PathBuf;
 
-use kvx_backend::loader::{self, BoundLibrary, ProcessLibrary, Search};
+use kvx_backend::loader::{self, BoundLibrary, FunctionTable as _, ProcessLibrary, Search};
 use kvx_core::backend::Unavailable;
 
 use super::bindings_1_17::{FI_MAJOR_VERSION, FI_MINOR_VERSION, Functions};

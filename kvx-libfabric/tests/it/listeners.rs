@@ -10,6 +10,7 @@ use kvx_core::{Agent, Options, Secret};
 use kvx_testkit::{
     ATTACKER_CONNECTS, AttackBytes, Bounds, Check, Child, Failure, Listener, connect_from,
     is_own_process, listening_addresses, own_if_asked, readers, run_in_own_process, skip, test,
+    unhex,
 };
 
 use crate::buffers::{LIMIT, SIZE};
@@ -56,9 +57,7 @@ fn unauthenticated_peers_of_libfabric_over_sockets_cost_little() -> Check {
 
 fn attack() -> Check {
     let owner = Child::start_self(ROLE, "1")?;
-    let line = owner.hear(PATIENCE)?;
-    let bytes = (0..line.len()).step_by(2).map(|at| u8::from_str_radix(&line[at..at + 2], 16));
-    let metadata = bytes.collect::<Result<Vec<_>, _>>().unwrap();
+    let metadata = unhex(&owner.hear(PATIENCE)?);
     // libfabric's sockets are inherited, also those of concurrent tests.
     let inherited = listening_addresses(std::process::id())?;
     let mut addresses = listening_addresses(owner.pid())?;
@@ -78,13 +77,7 @@ fn attack() -> Check {
     let cost = Listener {
         name: PROVIDER,
         process: owner.pid(),
-        bounds: Bounds {
-            crowd: CONNECTIONS,
-            time: None,
-            idle: true,
-            deadline: PATIENCE,
-            ..Bounds::new(CONNECTIONS, PATIENCE)
-        },
+        bounds: Bounds::unlimited(CONNECTIONS, PATIENCE),
         clients: readers(|| agent("reader"), &metadata)?,
     }
     .attack(connection, &bytes)?;

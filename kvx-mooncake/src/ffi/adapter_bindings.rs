@@ -2,6 +2,7 @@
 
 use super::bindings::transfer_status;
 
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Functions {
     pub kvx_mooncake_version: unsafe extern "C" fn() -> *const ::core::ffi::c_char,
@@ -26,32 +27,14 @@ pub struct Functions {
     pub kvx_mooncake_error: unsafe extern "C" fn() -> *const ::core::ffi::c_char,
     pub kvx_mooncake_log: unsafe extern "C" fn() -> *const ::core::ffi::c_char,
 }
-impl Functions {
-    pub unsafe fn find<E>(
-        mut symbol: impl FnMut(
-            &'static ::core::ffi::CStr,
-        ) -> Result<::core::ptr::NonNull<::core::ffi::c_void>, E>,
-    ) -> Result<Self, E> {
-        unsafe {
-            Ok(Functions {
-                kvx_mooncake_version: ::core::mem::transmute(
-                    symbol(c"kvx_mooncake_version")?,
-                ),
-                kvx_mooncake_load: ::core::mem::transmute(symbol(c"kvx_mooncake_load")?),
-                kvx_mooncake_log_from: ::core::mem::transmute(
-                    symbol(c"kvx_mooncake_log_from")?,
-                ),
-                kvx_mooncake_create: ::core::mem::transmute(
-                    symbol(c"kvx_mooncake_create")?,
-                ),
-                kvx_mooncake_batch_status: ::core::mem::transmute(
-                    symbol(c"kvx_mooncake_batch_status")?,
-                ),
-                kvx_mooncake_error: ::core::mem::transmute(
-                    symbol(c"kvx_mooncake_error")?,
-                ),
-                kvx_mooncake_log: ::core::mem::transmute(symbol(c"kvx_mooncake_log")?),
-            })
-        }
-    }
+unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
+    const NAMES: &'static [&'static ::core::ffi::CStr] = &[
+        c"kvx_mooncake_version",
+        c"kvx_mooncake_load",
+        c"kvx_mooncake_log_from",
+        c"kvx_mooncake_create",
+        c"kvx_mooncake_batch_status",
+        c"kvx_mooncake_error",
+        c"kvx_mooncake_log",
+    ];
 }

@@ -11,55 +11,26 @@ pub struct transfer_request {
     pub target_offset: u64,
     pub length: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of transfer_request"][::core::mem::size_of::<transfer_request>() - 40usize];
-    [
-        "Alignment of transfer_request",
-    ][::core::mem::align_of::<transfer_request>() - 8usize];
-    [
-        "Offset of field: transfer_request::opcode",
-    ][::core::mem::offset_of!(transfer_request, opcode) - 0usize];
-    [
-        "Offset of field: transfer_request::source",
-    ][::core::mem::offset_of!(transfer_request, source) - 8usize];
-    [
-        "Offset of field: transfer_request::target_id",
-    ][::core::mem::offset_of!(transfer_request, target_id) - 16usize];
-    [
-        "Offset of field: transfer_request::target_offset",
-    ][::core::mem::offset_of!(transfer_request, target_offset) - 24usize];
-    [
-        "Offset of field: transfer_request::length",
-    ][::core::mem::offset_of!(transfer_request, length) - 32usize];
+    assert!(::core::mem::size_of::<transfer_request>() == 40);
+    assert!(::core::mem::align_of::<transfer_request>() == 8);
+    assert!(::core::mem::offset_of!(transfer_request, opcode) == 0);
+    assert!(::core::mem::offset_of!(transfer_request, source) == 8);
+    assert!(::core::mem::offset_of!(transfer_request, target_id) == 16);
+    assert!(::core::mem::offset_of!(transfer_request, target_offset) == 24);
+    assert!(::core::mem::offset_of!(transfer_request, length) == 32);
 };
-impl Default for transfer_request {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Default, Copy, Clone)]
 pub struct transfer_status {
     pub status: ::core::ffi::c_int,
     pub transferred_bytes: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of transfer_status"][::core::mem::size_of::<transfer_status>() - 16usize];
-    [
-        "Alignment of transfer_status",
-    ][::core::mem::align_of::<transfer_status>() - 8usize];
-    [
-        "Offset of field: transfer_status::status",
-    ][::core::mem::offset_of!(transfer_status, status) - 0usize];
-    [
-        "Offset of field: transfer_status::transferred_bytes",
-    ][::core::mem::offset_of!(transfer_status, transferred_bytes) - 8usize];
+    assert!(::core::mem::size_of::<transfer_status>() == 16);
+    assert!(::core::mem::align_of::<transfer_status>() == 8);
+    assert!(::core::mem::offset_of!(transfer_status, status) == 0);
+    assert!(::core::mem::offset_of!(transfer_status, transferred_bytes) == 8);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -67,26 +38,13 @@ pub struct notify_msg {
     pub name: *mut ::core::ffi::c_char,
     pub msg: *mut ::core::ffi::c_char,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of notify_msg"][::core::mem::size_of::<notify_msg>() - 16usize];
-    ["Alignment of notify_msg"][::core::mem::align_of::<notify_msg>() - 8usize];
-    [
-        "Offset of field: notify_msg::name",
-    ][::core::mem::offset_of!(notify_msg, name) - 0usize];
-    [
-        "Offset of field: notify_msg::msg",
-    ][::core::mem::offset_of!(notify_msg, msg) - 8usize];
+    assert!(::core::mem::size_of::<notify_msg>() == 16);
+    assert!(::core::mem::align_of::<notify_msg>() == 8);
+    assert!(::core::mem::offset_of!(notify_msg, name) == 0);
+    assert!(::core::mem::offset_of!(notify_msg, msg) == 8);
 };
-impl Default for notify_msg {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Functions {
     pub createTransferEngine: unsafe extern "C" fn(
@@ -156,41 +114,21 @@ pub struct Functions {
         count: ::core::ffi::c_int,
     ),
 }
-impl Functions {
-    pub unsafe fn find<E>(
-        mut symbol: impl FnMut(
-            &'static ::core::ffi::CStr,
-        ) -> Result<::core::ptr::NonNull<::core::ffi::c_void>, E>,
-    ) -> Result<Self, E> {
-        unsafe {
-            Ok(Functions {
-                createTransferEngine: ::core::mem::transmute(
-                    symbol(c"createTransferEngine")?,
-                ),
-                destroyTransferEngine: ::core::mem::transmute(
-                    symbol(c"destroyTransferEngine")?,
-                ),
-                installTransport: ::core::mem::transmute(symbol(c"installTransport")?),
-                getLocalIpAndPort: ::core::mem::transmute(symbol(c"getLocalIpAndPort")?),
-                registerLocalMemory: ::core::mem::transmute(
-                    symbol(c"registerLocalMemory")?,
-                ),
-                unregisterLocalMemory: ::core::mem::transmute(
-                    symbol(c"unregisterLocalMemory")?,
-                ),
-                openSegmentNoCache: ::core::mem::transmute(
-                    symbol(c"openSegmentNoCache")?,
-                ),
-                allocateBatchID: ::core::mem::transmute(symbol(c"allocateBatchID")?),
-                submitTransfer: ::core::mem::transmute(symbol(c"submitTransfer")?),
-                getTransferStatus: ::core::mem::transmute(symbol(c"getTransferStatus")?),
-                freeBatchID: ::core::mem::transmute(symbol(c"freeBatchID")?),
-                genNotifyInEngine: ::core::mem::transmute(symbol(c"genNotifyInEngine")?),
-                getNotifsFromEngine: ::core::mem::transmute(
-                    symbol(c"getNotifsFromEngine")?,
-                ),
-                freeNotifsMsgBuf: ::core::mem::transmute(symbol(c"freeNotifsMsgBuf")?),
-            })
-        }
-    }
+unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
+    const NAMES: &'static [&'static ::core::ffi::CStr] = &[
+        c"createTransferEngine",
+        c"destroyTransferEngine",
+        c"installTransport",
+        c"getLocalIpAndPort",
+        c"registerLocalMemory",
+        c"unregisterLocalMemory",
+        c"openSegmentNoCache",
+        c"allocateBatchID",
+        c"submitTransfer",
+        c"getTransferStatus",
+        c"freeBatchID",
+        c"genNotifyInEngine",
+        c"getNotifsFromEngine",
+        c"freeNotifsMsgBuf",
+    ];
 }

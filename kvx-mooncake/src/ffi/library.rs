@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_int};
 use std::path::{Path, PathBuf};
 
-use kvx_backend::loader::{self, OpenOnce, Search};
+use kvx_backend::loader::{self, FunctionTable as _, OpenOnce, Search};
 use kvx_core::backend::Unavailable;
 use kvx_core::backend::sync::Mutex;
 

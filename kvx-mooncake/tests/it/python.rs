@@ -76,11 +76,7 @@ impl Python {
 
     /// Returns bytes of its memory.
     pub(crate) fn get(&mut self, offset: usize, len: usize) -> Vec<u8> {
-        let hex = self.ask(&format!("get {offset} {len}"));
-        let byte = |two: &[u8]| {
-            u8::from_str_radix(std::str::from_utf8(two).expect("ASCII"), 16).expect("hex")
-        };
-        hex.as_bytes().chunks(2).map(byte).collect()
+        kvx_testkit::unhex(&self.ask(&format!("get {offset} {len}")))
     }
 
     fn signal(&self, signal: Signal) {

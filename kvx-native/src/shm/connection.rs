@@ -25,6 +25,7 @@ use super::socket::{self, ConnectionSocket, Poller, Ready};
 use super::window::{PeerWatch, Window};
 use super::writes::{WINDOW, WriteStep, Writes};
 use crate::Settlement;
+use crate::clock;
 use crate::described::{Described, Side};
 
 /// The limit for messages that wait for a peer to read them; a peer that exceeds it is
@@ -303,7 +304,7 @@ impl Connection {
     /// Records whether an answer is outstanding, after the work in flight has changed. Returns the
     /// time if the wait has just begun.
     pub(crate) fn note_awaiting(&mut self) -> Option<Instant> {
-        self.silence.note(self.awaits(), Instant::now)
+        self.silence.note(self.awaits(), clock::now)
     }
 
     /// Queues a message, and sends as much as the socket takes.

@@ -20,6 +20,7 @@ use super::copy::{Copier, Vectors};
 use super::error::NAME;
 use super::host::PeerProcess;
 use super::memory::CopySource;
+use crate::clock;
 
 /// The time after which a batch counts as stuck: more than one without unresolved page faults
 /// takes, even if many threads share a core.
@@ -160,14 +161,12 @@ impl CopyThreads {
     }
 
     fn start_thread(&self, state: &mut State) -> Result<()> {
-        let (shared, thread) = (Arc::clone(&self.shared), state.next);
         #[cfg(test)]
-        let cut = super::pair::cut::for_another_thread();
-        let serve = move || {
-            #[cfg(test)]
-            cut.take_up();
-            shared.serve(thread);
-        };
+        if clock::virtual_time::is_running() {
+            return Ok(()); // the test's thread copies
+        }
+        let (shared, thread) = (Arc::clone(&self.shared), state.next);
+        let serve = move || shared.serve(thread);
         std::thread::Builder::new().name(self.name.clone()).spawn(serve).map_err(|cause| {
             Error::os(
                 "cannot start a thread to copy memory outside of kvx pools: raise ulimit -u",
@@ -226,6 +225,25 @@ impl CopyThreads {
         }
     }
 
+    /// Copies up to `most` waiting batches on the calling thread, and those that follow them at
+    /// once. Returns true if there were any.
+    #[cfg(test)]
+    pub(crate) fn copy_here(&self, most: usize) -> bool {
+        let mut tools = (Copier::new(), Vectors::new());
+        let mut count = 0;
+        while count < most {
+            let mut next = self.shared.begin(&mut self.state(), 0);
+            if next.is_none() {
+                break;
+            }
+            while let Some(batch) = next {
+                next = self.shared.copy(0, batch, &mut tools);
+            }
+            count += 1;
+        }
+        count > 0
+    }
+
     /// Withdraws the waiting batches of a flight. Returns how many there were.
     pub(crate) fn withdraw(&mut self, number: u64) -> usize {
         let mut state = self.state();
@@ -258,29 +276,40 @@ impl Drop for CopyThreads {
 impl CopyQueue {
     /// Runs a thread.
     fn serve(&self, thread: u64) {
-        let (mut copier, mut vectors) = (Copier::new(), Vectors::new());
+        let mut tools = (Copier::new(), Vectors::new());
         let mut next = None;
         while let Some(batch) = next.take().or_else(|| self.wait(thread)) {
-            let Batch { number, process, mapped, hops, sides, completion, .. } = batch;
-            let result = if mapped {
-                // SAFETY: the caller of `take` guarantees this for the hops; `sides` and that
-                // caller keep their memory alive.
-                unsafe { copier.copy_hops(&hops) };
-                Ok(())
-            } else {
-                // SAFETY: the local side of each hop lies in memory that `sides` keeps alive, and
-                // that the caller of `take` lets this thread write.
-                unsafe { vectors.read_hops(&process, &hops) }
-            };
-            drop((hops, sides));
-            // A series of batches of one flight is reported together, with its last one.
-            next = self.leave(thread, number);
-            if next.is_some() {
-                completion.record(result)
-            } else {
-                completion.report_and_turn(result)
-            }
+            next = self.copy(thread, batch, &mut tools);
         }
+    }
+
+    /// Copies a batch and reports that. Returns the next one, as [`leave`](Self::leave) does.
+    fn copy(
+        &self,
+        thread: u64,
+        batch: Batch,
+        (copier, vectors): &mut (Copier, Vectors),
+    ) -> Option<Batch> {
+        let Batch { number, process, mapped, hops, sides, completion, .. } = batch;
+        let result = if mapped {
+            // SAFETY: the caller of `take` guarantees this for the hops; `sides` and that caller
+            // keep their memory alive.
+            unsafe { copier.copy_hops(&hops) };
+            Ok(())
+        } else {
+            // SAFETY: the local side of each hop lies in memory that `sides` keeps alive, and that
+            // the caller of `take` lets this thread write.
+            unsafe { vectors.read_hops(&process, &hops) }
+        };
+        drop((hops, sides));
+        // A series of batches of one flight is reported together, with its last one.
+        let next = self.leave(thread, number);
+        if next.is_some() {
+            completion.record(result)
+        } else {
+            completion.report_and_turn(result)
+        }
+        next
     }
 
     /// Ends the thread's batch. Returns the next one only if it belongs to the same flight: before
@@ -302,7 +331,7 @@ impl CopyQueue {
         let batch = if state.ended { None } else { state.waiting.next_turn() };
         self.some.store(!state.waiting.is_empty(), Ordering::Relaxed);
         let Batch { number, peer, .. } = batch.as_ref()?;
-        let (number, peer, since) = (*number, peer.clone(), Instant::now());
+        let (number, peer, since) = (*number, peer.clone(), clock::now());
         state.under_way.push(ActiveBatch {
             thread,
             number,

@@ -15,6 +15,7 @@ use super::flights::FlightPurpose;
 use super::machine::{ALL, Machine};
 use super::socket;
 use super::work::Work;
+use crate::clock;
 
 /// The time that a machine that ends waits for peers to release regions.
 const LAST_PATIENCE: Duration = Duration::from_millis(150);
@@ -47,7 +48,7 @@ impl Machine {
         }
         let busy_windows = self.connections[at].has_busy_windows(None);
         if busy_windows {
-            self.look_by(Instant::now());
+            self.look_by(clock::now());
         }
         let proven = end == End::Proven;
         let flying = busy_windows
@@ -150,7 +151,7 @@ impl Machine {
     /// Runs the timers that are due.
     pub(crate) fn look(&mut self, out: &mut Outbox) -> usize {
         let Some(next) = self.next_look else { return 0 };
-        let now = Instant::now();
+        let now = clock::now();
         if now < next {
             return 0;
         }

@@ -14,6 +14,7 @@ use super::flights::{DEPTH, Flight, FlightPurpose, Load, Mover};
 use super::machine::Machine;
 use super::memory::quarantine;
 use super::work::Work;
+use crate::clock;
 
 impl Machine {
     /// Starts a read or a pull that a device or a thread must move. Returns the flight's number.
@@ -65,7 +66,7 @@ impl Machine {
                 0
             });
         if flight.load.mover == Mover::Thread {
-            self.look_by(Instant::now() + copy_threads::STUCK);
+            self.look_by(clock::now() + copy_threads::STUCK);
         }
         self.queue_flight(number);
         self.end_flight(number, out);

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_backend::control::errors::{closed, malformed, revoked, still_shared};
 use kvx_backend::control::{ControlMessage, Refusal};
@@ -18,6 +18,7 @@ use super::memory::{CopyMethod, CopySource, PeerRegion, RevokedRegion, quarantin
 use super::messages::{Location, RegionAccess};
 use super::openings::RegionPurpose;
 use super::work::{Populate, Work};
+use crate::clock;
 
 /// The limit for regions that one peer may lend.
 const MAX_LENT: usize = 16 << 10;
@@ -242,7 +243,7 @@ impl Machine {
         }
         let (connection, flights) = (&mut self.connections[at], &self.flights);
         if connection.has_busy_windows(None) {
-            self.look_by(Instant::now() + LOOK_THROUGH);
+            self.look_by(clock::now() + LOOK_THROUGH);
         } else if connection.is_leaving() && !flights.any_at(at) {
             self.end(at, closed().with_backend(NAME), End::Ours, None, out);
         }

@@ -24,6 +24,7 @@ use super::machine::Machine;
 use super::messages::Probe;
 use super::shared_link::{Reachability, SharedLink};
 use super::socket::{self, Ready, token};
+use crate::clock;
 
 /// The time limit for a handshake; a shorter `peer_timeout` takes precedence.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -41,7 +42,7 @@ const ACCEPT_BATCH: usize = 16;
 impl Machine {
     /// Initiates a link.
     pub(crate) fn connect(&mut self, link: Arc<SharedLink>, socket: Vec<u8>, out: &mut Outbox) {
-        let until = Instant::now() + self.patience();
+        let until = clock::now() + self.patience();
         let retries = MAX_GREETING_RETRIES;
         self.try_connect(Connecting { link, socket, until, retries }, out);
     }
@@ -72,7 +73,7 @@ impl Machine {
             Ok(socket) => self.begin(socket, connecting),
             Err(Errno::AGAIN) => {
                 self.connecting.push(connecting);
-                return self.look_by(Instant::now() + AGAIN);
+                return self.look_by(clock::now() + AGAIN);
             }
             Err(Errno::CONNREFUSED) => Err(nobody_listens()),
             Err(cause) => Err(no_connection(cause)),
@@ -93,7 +94,7 @@ impl Machine {
         if process.has_ended() {
             return Err(nobody_listens()); // a forked child of the peer keeps its socket open
         }
-        let now = Instant::now();
+        let now = clock::now();
         let (greeting, body) =
             Greeting::new(&self.me, link.keys.clone(), &self.probe().hello_rest())?;
         let id = link.id;
@@ -112,7 +113,7 @@ impl Machine {
     pub(crate) fn greet_again(&mut self, at: usize, out: &mut Outbox) -> bool {
         let connection = &mut self.connections[at];
         let may_retry =
-            |attempt: &mut Connecting| attempt.retries > 0 && attempt.until > Instant::now();
+            |attempt: &mut Connecting| attempt.retries > 0 && attempt.until > clock::now();
         if !matches!(connection.phase, Phase::Hello(_)) {
             return false;
         }
@@ -122,7 +123,7 @@ impl Machine {
         self.links.remove(&attempt.link.id);
         self.end(at, closed().with_backend(NAME), End::Proven, None, out);
         self.connecting.push(attempt);
-        self.look_by(Instant::now());
+        self.look_by(clock::now());
         true
     }
 
@@ -134,7 +135,7 @@ impl Machine {
                 .with_kind(ErrorKind::Exhausted)
         })?;
         entry.insert(connection);
-        self.look_by(Instant::now() + self.patience());
+        self.look_by(clock::now() + self.patience());
         Ok(at)
     }
 
@@ -168,7 +169,7 @@ impl Machine {
             }
         }
         self.accepting = false;
-        self.look_by(Instant::now() + Duration::from_secs(1));
+        self.look_by(clock::now() + Duration::from_secs(1));
     }
 
     pub(crate) fn accept_again(&mut self) {
@@ -197,7 +198,7 @@ impl Machine {
             });
         }
         self.make_room(out);
-        let connection = Connection::new(socket, process, None, Instant::now(), self.patience());
+        let connection = Connection::new(socket, process, None, clock::now(), self.patience());
         if let Err(reason) = self.admit(connection) {
             tracing::warn!(%reason, "SHM: rejected a client");
         }

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvx_backend::control::ControlMessage as Shared;
 use kvx_backend::control::errors::{cancelled, closed, malformed, peer_closed, peer_died};
@@ -21,6 +21,7 @@ use super::messages::{MAX_MESSAGE, Message, RegionAccess};
 use super::shared_link::{Import, SharedLink};
 use super::socket::{self, Ready, RecvOutcome, token};
 use super::work::Work;
+use crate::clock;
 
 /// The limit for messages taken from one connection in a turn.
 const MESSAGES: usize = 32;
@@ -136,7 +137,7 @@ impl Machine {
             }
             let received = match socket::receive(connection.socket.as_fd(), &mut buffer) {
                 Ok(RecvOutcome::Message(len, file)) => {
-                    connection.silence.note_activity(Instant::now());
+                    connection.silence.note_activity(clock::now());
                     Message::decode(&buffer[..len])
                         .and_then(|message| self.take(at, message, file, out))
                 }
@@ -352,9 +353,9 @@ impl Progress for Machine {
             return Ok(Armed::Again);
         }
         if self.poller.take_crowded() {
-            self.look_by(Instant::now() + CROWDED);
+            self.look_by(clock::now() + CROWDED);
         }
-        Ok(Armed::Sleep(self.next_look.map(|next| next.saturating_duration_since(Instant::now()))))
+        Ok(Armed::Sleep(self.next_look.map(|next| next.saturating_duration_since(clock::now()))))
     }
 
     fn fds(&self) -> &[RawFd] {

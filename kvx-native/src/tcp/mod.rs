@@ -30,6 +30,8 @@ mod machine;
 mod memory;
 mod region;
 mod seal;
+#[cfg(test)]
+mod sim;
 mod socket;
 mod transport;
 

@@ -2,7 +2,6 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Instant;
 
 use kvx_backend::control::proof::Keys;
 use kvx_backend::reactor::Reactor;
@@ -12,6 +11,7 @@ use kvx_core::backend::{
 };
 use kvx_core::{Capabilities, Incarnation, Options, Result};
 
+use crate::clock;
 use crate::tcp::address;
 use crate::tcp::config::Config;
 use crate::tcp::context::AgentContext;
@@ -144,7 +144,7 @@ unsafe impl Transport for TcpTransport {
         let standing = Arc::new(LinkStanding::default());
         let AgentContext { config, peer_timeout, secret, .. } = &*self.context;
         let keys = Keys::new(&peer.invitation, secret.as_ref());
-        let up_by = Instant::now() + *peer_timeout;
+        let up_by = clock::now() + *peer_timeout;
         let who = (peer.identity.clone(), keys, Incarnation::random()?.0);
         let peer =
             OpenedLink::new(id, who, addresses, config.connections, Arc::clone(&standing), up_by);

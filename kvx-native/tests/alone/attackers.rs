@@ -8,7 +8,7 @@ use crate::tcp_pair;
 use crate::tcp_pair::CUT_OFF;
 use kvx_core::backend::Invitation;
 use kvx_core::{Agent, Memory, Registry, Secret};
-use kvx_testkit::{Child, newcomer, skip, test};
+use kvx_testkit::{Child, hex, newcomer, skip, test};
 
 const SECONDS: u64 = 4;
 
@@ -85,8 +85,4 @@ fn another_user_delays_no_reader_and_learns_nothing() {
             owner.shutdown(CUT_OFF).wait_blocking(CUT_OFF).unwrap();
         }
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -90,6 +90,7 @@ pub(crate) fn pass(
         held.capture = None;
     }
     let Some(rest) = rest else {
+        record.whole_answer(&first);
         held.end(record, outcome, status.as_u16(), events.as_ref());
         return Response::from_parts(parts, Body::from(first));
     };

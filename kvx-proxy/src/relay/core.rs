@@ -17,6 +17,8 @@ use crate::fleet::instance::{Instance, Reason};
 use crate::fleet::watch::{WatchScope, round};
 use crate::log::{AccessLogger, LastErrors};
 use crate::metrics::Metrics;
+use crate::recording::writer::Recorder;
+use crate::release::Releases;
 use crate::request::headers;
 use crate::serve::keys::Keys;
 use crate::setup::Setup;
@@ -81,10 +83,12 @@ pub(crate) struct Core {
     live: RwLock<Arc<LiveSetup>>,
     pub(crate) metrics: Metrics,
     pub(crate) access: AccessLogger,
+    pub(crate) recorder: Recorder,
     pub(crate) errors: LastErrors,
     pub(crate) budget: RetryBudget,
     pub(crate) conversations: Conversations,
     pub(crate) fallbacks: Fallbacks,
+    pub(crate) releases: Arc<Releases>,
     /// Held while a new configuration replaces the current one.
     changes: tokio::sync::Mutex<()>,
     ids: Mutex<HashSet<String>>,
@@ -113,16 +117,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Core {
     /// Creates the shared state. The returned receiver closes once a drain has begun and the last
     /// request has ended.
-    pub(crate) fn new(live: LiveSetup, access: AccessLogger) -> (Self, mpsc::Receiver<()>) {
+    pub(crate) fn new(
+        live: LiveSetup,
+        access: AccessLogger,
+        recorder: Recorder,
+    ) -> (Self, mpsc::Receiver<()>) {
         let (working, none_works) = mpsc::channel(1);
+        let metrics = Metrics::new(recorder.lost());
+        let releases = Releases::new(live.setup.releaser.clone(), Arc::clone(&metrics.releases));
         let core = Core {
             live: RwLock::new(Arc::new(live)),
-            metrics: Metrics::default(),
+            metrics,
             access,
+            recorder,
             errors: LastErrors::default(),
             budget: RetryBudget::default(),
             conversations: Conversations::default(),
             fallbacks: Fallbacks::default(),
+            releases: Arc::new(releases),
             changes: tokio::sync::Mutex::default(),
             ids: Mutex::default(),
             stored: Mutex::default(),

@@ -70,7 +70,7 @@ pub(crate) async fn passthrough(
         stored_by: stored_by.as_deref(),
         is_fallback: false,
     };
-    let sent = LegRequest { path: job.path.clone(), headers, body };
+    let sent = LegRequest::new(&job.path, headers, body);
     run(job, sent, AnswerKind::Any, &to, false).await
 }
 

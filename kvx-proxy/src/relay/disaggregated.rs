@@ -21,6 +21,7 @@ use crate::fleet::instance::{InFlight, Instance, PrefillKind};
 use crate::fleet::missing::BOTH;
 use crate::fleet::models::ModelName;
 use crate::fleet::watch;
+use crate::release::{Delivery, OrphanGuard, was_turned_away};
 use crate::request::CompletionRequest;
 use crate::request::json::JsonObject;
 use crate::setup::{Fallback, PoolConnector};
@@ -38,6 +39,8 @@ enum ExpectedSource {
 struct Handover {
     sent: LegRequest,
     beside: Option<(PrefillTask, ExpectedSource)>,
+    /// The blocks of a prefill that has ended.
+    kept: Option<OrphanGuard>,
 }
 
 /// Why a prefill produced no handover.
@@ -106,7 +109,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
         let prefill_instance = Arc::clone(&prefill.instance);
         job.record.prefill(prefill_instance.name(), None);
         let error = 'handover: {
-            let Handover { sent, mut beside } =
+            let Handover { sent, mut beside, mut kept } =
                 match hand_over(&mut job, prefill, &body, &mut turn).await {
                     Ok(handover) => handover,
                     Err(error) => break 'handover error,
@@ -119,7 +122,10 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                     let model = asked.model.as_deref();
                     return job.give_up(last, |fleet| fleet.why_unserved(model, &BOTH));
                 };
-                let fault = match race(&job, &decode, sent.clone(), &mut beside).await {
+                let delivery = Delivery::default();
+                kept.iter_mut().for_each(|kept| kept.offer(&delivery));
+                let sent = sent.watched(&delivery);
+                let fault = match race(&job, &decode, sent, &mut beside).await {
                     // No part of an answer has arrived: treat it as a failure before the first
                     // byte.
                     RaceWinner::Answer(opened) if opened.is_error => {
@@ -137,12 +143,16 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                         fault
                     }
                     RaceWinner::Answer(opened) => {
+                        if was_turned_away(opened.parts.status) {
+                            kept.iter_mut().for_each(OrphanGuard::take_back);
+                        }
                         let capture = turn.capture(&job, &asked);
                         return Ok(job.pass(opened, decode, beside.map(|(task, _)| task), capture));
                     }
                     RaceWinner::Decode(fault) => {
-                        if !fault.not_accepted() {
-                            prefill_instance.state.forget_ranks();
+                        match fault.not_accepted() {
+                            true => kept.iter_mut().for_each(OrphanGuard::take_back),
+                            false => prefill_instance.state.forget_ranks(),
                         }
                         if job.is_out_of_time(&fault) || !job.may_retry("decode") {
                             return job.fail(&decode.instance, fault);
@@ -307,6 +317,7 @@ fn concurrent_handover(
     Handover {
         sent: LegRequest::json(&job.path, &job.headers, legs.decode),
         beside: Some((task, told)),
+        kept: None,
     }
 }
 
@@ -330,6 +341,8 @@ async fn sequential_handover(
     let sent = LegRequest::json(&job.path, &job.headers, leg).for_rank(rank);
     let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
     let prefilled = ended.map_err(handover_error)?;
+    let params = prefilled.answer.params.as_ref();
+    let kept = OrphanGuard::new(&job.core.releases, prefill.instance.name(), params);
     job.record.prefill(prefill.instance.name(), Some(prefilled.time));
     if let Some(params) = &prefilled.answer.params {
         job.named
@@ -352,7 +365,7 @@ async fn sequential_handover(
     }
     turn.version = prefilled.version;
     let leg = body.with_changes(&sketch, &leg.body);
-    Ok(Handover { sent: LegRequest::json(&job.path, &job.headers, leg), beside: None })
+    Ok(Handover { sent: LegRequest::json(&job.path, &job.headers, leg), beside: None, kept })
 }
 
 fn handover_error(end: PrefillEnd) -> HandoverError {

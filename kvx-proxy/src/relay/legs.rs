@@ -17,6 +17,7 @@ use tracing::Instrument;
 use super::answer_head::{AnswerHead, AnswerKind, open};
 use super::core::{Core, LiveSetup};
 use crate::fleet::instance::{InFlight, Instance};
+use crate::release::Delivery;
 use crate::request::headers;
 use crate::upstream::{Fault, WHOLE, accepted, json_headers, whole};
 
@@ -70,14 +71,26 @@ pub(crate) struct LegRequest {
     pub(crate) path: PathAndQuery,
     pub(crate) headers: HeaderMap,
     pub(crate) body: Bytes,
+    /// The progress of the request, if it matters.
+    pub(crate) delivery: Delivery,
 }
 
 impl LegRequest {
+    /// Builds a leg with these headers.
+    pub(crate) fn new(path: &PathAndQuery, headers: HeaderMap, body: Bytes) -> Self {
+        LegRequest { path: path.clone(), headers, body, delivery: Delivery::default() }
+    }
+
     /// Builds a leg with a JSON body.
     pub(crate) fn json(path: &PathAndQuery, headers: &HeaderMap, body: Bytes) -> Self {
         let mut headers = headers.clone();
         json_headers(&mut headers, body.len());
-        LegRequest { path: path.clone(), headers, body }
+        LegRequest::new(path, headers, body)
+    }
+
+    /// Returns the same request, whose progress `delivery` tells.
+    pub(crate) fn watched(&self, delivery: &Delivery) -> Self {
+        LegRequest { delivery: delivery.clone(), ..self.clone() }
     }
 
     /// Addresses the leg to one data parallel rank of the instance.
@@ -209,8 +222,9 @@ pub(crate) async fn answer(
     let span = tracing::info_span!("decode", instance = instance.name());
     let opened = async {
         let upstream = &live.upstream;
+        let LegRequest { path, headers, body, delivery } = sent;
         let response = upstream
-            .send(&instance.setup, method, &sent.path, sent.headers, sent.body, until)
+            .send_watched(&instance.setup, method, &path, headers, body, until, &delivery)
             .await?;
         open(response, kind, until).await
     };

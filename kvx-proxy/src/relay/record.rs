@@ -9,7 +9,8 @@ use tracing::{Span, field};
 
 use super::core::Core;
 use crate::metrics::RequestOutcome;
-use crate::request::headers;
+use crate::recording::writer::{RecordedPrompt, RecordedRequest};
+use crate::request::{CompletionRequest, headers};
 
 /// A request in progress. Dropping it without an outcome means that the client disconnected.
 #[derive(Debug)]
@@ -37,6 +38,9 @@ pub(crate) struct Record {
     events: u64,
     outcome: RequestOutcome,
     why: Option<String>,
+    /// The prompt, and the tokens of an answer that is not streamed, for the recording.
+    prompt: Option<RecordedPrompt>,
+    answer_tokens: Option<u64>,
 }
 
 impl Record {
@@ -83,6 +87,8 @@ impl Record {
             events: 0,
             outcome: RequestOutcome::ClientGone,
             why: None,
+            prompt: None,
+            answer_tokens: None,
         }
     }
 
@@ -161,6 +167,57 @@ impl Record {
         self.model = model.map(|model| cut(model).to_owned());
     }
 
+    /// Keeps what a recording has of a completion.
+    pub(crate) fn prompt(&mut self, asked: &CompletionRequest) {
+        if !self.core.recorder.is_on() {
+            return;
+        }
+        let is_chat = self.is_chat();
+        self.prompt = Some(RecordedPrompt {
+            tokens: asked.prompt_tokens,
+            max_tokens: asked.new_tokens,
+            chunks: asked.prompt.chunks.clone(),
+            stream: asked.stream,
+            // A chat begins with the role; the usage is an event of its own.
+            other_events: u64::from(is_chat) + u64::from(asked.streams_usage()),
+        });
+    }
+
+    /// Reads the length of a whole answer from its usage, for the recording.
+    pub(crate) fn whole_answer(&mut self, body: &[u8]) {
+        if self.prompt.is_some() {
+            self.answer_tokens = completion_tokens(body);
+        }
+    }
+
+    fn is_chat(&self) -> bool {
+        self.path == "/v1/chat/completions"
+    }
+
+    /// Returns what the recording keeps of this request, if it is a completion.
+    fn recorded(&mut self, total: Duration) -> Option<RecordedRequest> {
+        let chat = self.is_chat();
+        if !self.core.recorder.is_on() || !(chat || self.path == "/v1/completions") {
+            return None;
+        }
+        let prompt = self.prompt.take().unwrap_or_default();
+        let answer_tokens = match prompt.stream {
+            true => Some(self.events.saturating_sub(prompt.other_events)),
+            false => self.answer_tokens,
+        };
+        Some(RecordedRequest {
+            arrived: self.started,
+            prompt,
+            chat,
+            answer_tokens,
+            status: self.status,
+            outcome: self.outcome.as_str(),
+            route: self.route.map(|(route, _)| route),
+            first_byte: self.first_byte,
+            total,
+        })
+    }
+
     pub(crate) fn set_error(&mut self, why: impl Into<String>) {
         self.why = Some(why.into());
     }
@@ -182,6 +239,15 @@ impl Record {
     }
 }
 
+/// Returns the number of generated tokens in the usage at the end of an answer.
+fn completion_tokens(body: &[u8]) -> Option<u64> {
+    const KEY: &[u8] = b"\"completion_tokens\":";
+    let end = &body[body.len().saturating_sub(4 << 10)..];
+    let at = end.windows(KEY.len()).rposition(|part| part == KEY)? + KEY.len();
+    let digits = end[at..].trim_ascii_start().split(|byte| !byte.is_ascii_digit()).next()?;
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}
+
 /// Returns the part of a text of others that logs keep.
 fn cut(text: &str) -> &str {
     let end = (0..=256.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
@@ -194,6 +260,9 @@ impl Drop for Record {
         if self.outcome == RequestOutcome::ClientGone && *self.core.end.borrow() {
             // The proxy ended the request, not the client.
             self.outcome = RequestOutcome::BrokenOff;
+        }
+        if let Some(recorded) = self.recorded(total) {
+            self.core.recorder.add(recorded);
         }
         let metrics = &self.core.metrics;
         metrics.in_flight.fetch_sub(1, Relaxed);
@@ -239,6 +308,17 @@ impl Drop for Record {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn the_length_of_an_answer_is_read_from_its_usage() {
+        let body =
+            br#"{"text": "\"completion_tokens\": 7", "usage": {"completion_tokens": 12, "x": 1}}"#;
+        assert_eq!(super::completion_tokens(body), Some(12));
+        assert_eq!(super::completion_tokens(br#"{"usage":{"completion_tokens":3}}"#), Some(3));
+        for other in [&b""[..], br#"{"text": "a"}"#, br#"{"completion_tokens":null}"#] {
+            assert_eq!(super::completion_tokens(other), None);
+        }
+    }
+
     #[test]
     fn logs_keep_the_beginning_of_a_text() {
         assert_eq!(super::cut(&"ä".repeat(1000)).len(), 256);

@@ -7,7 +7,7 @@ mod prompt;
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
-use self::json::{JsonObject, with_text};
+use self::json::{JsonObject, get, with_text};
 use self::prompt::{Prompt, first_two};
 use crate::fleet::choice;
 
@@ -110,6 +110,12 @@ impl CompletionRequest {
             conversation: short_text(&body, "conversation_id", ID).filter(|id| !id.is_empty()),
             body,
         })
+    }
+
+    /// Returns true if its stream has an event with the usage alone.
+    pub(crate) fn streams_usage(&self) -> bool {
+        let options = self.body.get("stream_options").unwrap_or_default();
+        self.stream && get(options, "include_usage") == Some("true")
     }
 
     /// Returns the most memory that the request needs until it has an answer: its body, and the

@@ -38,7 +38,9 @@ use self::listener::ClientListener;
 use crate::error::{Error, Result};
 use crate::fleet::watch;
 use crate::log::AccessLogger;
+use crate::recording::writer::Recorder;
 use crate::relay::core::{Core, LiveSetup};
+use crate::release::KeptBlocks;
 use crate::setup::Setup;
 
 /// The most concurrent requests of an HTTP/2 connection. Each takes some 3 KiB until its client has
@@ -112,8 +114,8 @@ pub(crate) async fn listen(setup: &Setup) -> Result<TcpListener> {
 
 impl Handle {
     /// Applies a new configuration after checking its new instances. Requests in progress continue
-    /// unchanged, and instances keep their load and health. The address, the limits of connections
-    /// and the access log do not change.
+    /// unchanged, and instances keep their load and health. The address, the limits of connections,
+    /// the access log and the recording do not change.
     ///
     /// # Errors
     ///
@@ -152,8 +154,8 @@ impl Proxy {
     ///
     /// # Errors
     ///
-    /// Fails if the configuration is invalid, the address cannot be bound, or the access log cannot
-    /// be opened.
+    /// Fails if the configuration is invalid, the address cannot be bound, or the access log or the
+    /// recording cannot be opened.
     pub async fn bind(setup: Setup) -> Result<Self> {
         Self::bind_with_output(setup, Box::new(std::io::stdout())).await
     }
@@ -171,7 +173,11 @@ impl Proxy {
         let listener = listen(&setup).await?;
         let address = listener.local_addr().map_err(|error| Error::io("cannot listen", error))?;
         let access = AccessLogger::open(&setup.access_log, output)?;
-        let (core, none_works) = Core::new(live, access);
+        let recorder = match &setup.record {
+            Some(path) => Recorder::open(path, setup.record_size)?,
+            None => Recorder::off(),
+        };
+        let (core, none_works) = Core::new(live, access, recorder);
         let core = Arc::new(core);
         let handle = Handle { core: Arc::clone(&core), drain: Arc::default(), tls };
         Ok(Proxy { core, none_works, listener, address, handle })
@@ -199,6 +205,9 @@ impl Proxy {
     /// Never fails because of a client or an instance.
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
+        let core = Arc::clone(&self.core);
+        let missed = move |blocks: &KeptBlocks, why: &str| core.errors.add(&blocks.instance, why);
+        let releasing = tokio::spawn(Arc::clone(&self.core.releases).serve(missed));
         let router = routes::router(Arc::clone(&self.core));
         let limits = self.core.live().setup.limits.clone();
         let http2 = Http2 {
@@ -249,7 +258,10 @@ impl Proxy {
         // Let connections send their last bytes.
         closing.send_replace(true);
         let _ = tokio::time::timeout(Duration::from_secs(1), closing.closed()).await;
+        self.core.releases.flush(Duration::from_secs(1)).await;
+        releasing.abort();
         self.core.access.flush(Duration::from_secs(1));
+        self.core.recorder.flush(Duration::from_secs(1));
         Ok(())
     }
 }

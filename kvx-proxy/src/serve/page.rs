@@ -56,6 +56,7 @@ pub(super) async fn status(State(core): State<Arc<Core>>) -> Response<Body> {
         "connections": metrics.connections.load(Relaxed),
         "requests": metrics.outcomes(),
         "instances": live.fleet.all().map(|one| admin::describe(one)).collect::<Vec<_>>(),
+        "releases": core.releases.status(),
         "errors": core.errors.list(),
     });
     let mut response = json_response(StatusCode::OK, &status);

@@ -54,7 +54,7 @@ pub(super) async fn realtime(job: Job, client: OnUpgrade) -> JobResult {
     let mut headers = job.headers.clone();
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
-    let sent = LegRequest { path: job.path.clone(), headers, body: Bytes::new() };
+    let sent = LegRequest::new(&job.path, headers, Bytes::new());
     let opens = |one: &Instance| !one.setup.h2c;
     if !fleet.decode.iter().any(|one| opens(one)) {
         let words = "all decode instances use HTTP/2, over which this proxy opens no WebSocket";

@@ -189,6 +189,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
             return Err(job.refused(out_of_memory()));
         }
         job.record.model(asked.model.as_deref());
+        job.record.prompt(&asked);
         disaggregated::completion(job, asked).await
     };
     until_the_end(&core, span, work).await

@@ -3,6 +3,7 @@
 
 use super::{Fallback, InstanceSetup, PoolConnector, Setup};
 use crate::log::AccessLogger;
+use crate::recording::writer::Recorder;
 
 /// One line of `kvx proxy --check`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,6 +57,17 @@ impl Setup {
         }
         if let Err(error) = AccessLogger::can_open(&self.access_log) {
             found.push(Fails(error.to_string()));
+        }
+        if let Some(path) = &self.record {
+            match Recorder::can_open(path) {
+                Ok(()) => found.push(Means(format!(
+                    "requests are recorded in {}, up to {} MiB: times, lengths, outcomes and keyed \
+                     hashes of prompts, but no text",
+                    path.display(),
+                    self.record_size >> 20
+                ))),
+                Err(error) => found.push(Fails(error.to_string())),
+            }
         }
         if self.admin_api_key.is_none() {
             found.push(Means("/instances is disabled: ADMIN_API_KEY is not set".to_owned()));

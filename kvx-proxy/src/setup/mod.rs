@@ -20,6 +20,7 @@ pub use instance::InstanceSetup;
 pub(crate) use instance::InstanceTable;
 
 use crate::error::{Error, Result};
+use crate::release::BlockReleaser;
 
 /// The configuration of the proxy. The README lists the keys of the file, which are the names of
 /// these fields.
@@ -37,6 +38,9 @@ pub struct Setup {
     pub choice: Choice,
     /// Who computes prompts while no prefill instance is up.
     pub fallback: Fallback,
+    /// The backends over which blocks that no decode instance fetches are released; none: they stay
+    /// until their lease ends. For the program that sets [`releaser`](Self::releaser).
+    pub release: Vec<String>,
     /// The number of a prompt's tokens that [`Choice::Prefix`] compares.
     pub prefix_tokens: usize,
     /// Prompts of fewer tokens go to decode alone.
@@ -46,6 +50,12 @@ pub struct Setup {
     pub drain: Duration,
     /// The destination of the access log, which has one JSON line per request.
     pub access_log: AccessLog,
+    /// A file that [`replay`](crate::replay) can play: times, lengths and outcomes of requests, and
+    /// keyed hashes of their prompts.
+    pub record: Option<PathBuf>,
+    /// The most bytes of the recording.
+    #[serde(deserialize_with = "units::read_size")]
+    pub record_size: usize,
     /// Enables `/` and `/status`.
     pub page: bool,
     /// A file with one key per line; clients need one of them, also for `/status` and `/metrics`.
@@ -76,6 +86,10 @@ pub struct Setup {
     /// from the program only.
     #[serde(skip)]
     pub fleet_secret: Option<FleetSecret>,
+    /// Releases blocks that no decode instance fetches; from the program only. A running proxy keeps
+    /// the one that it was started with. `None`: the blocks stay until their lease ends.
+    #[serde(skip)]
+    pub releaser: Option<BlockReleaser>,
 }
 
 /// The connector of a pool's instances, which determines the recipe of its requests.
@@ -299,10 +313,13 @@ impl Default for Setup {
             connector: PoolConnector::Auto,
             choice: Choice::default(),
             fallback: Fallback::Off,
+            release: ["SHM", "TCP"].map(str::to_owned).into(),
             prefix_tokens: 256,
             local_below: 0,
             drain: Duration::from_secs(30),
             access_log: AccessLog::Stdout,
+            record: None,
+            record_size: 256 << 20,
             page: true,
             api_key_file: None,
             tls_cert: None,
@@ -315,6 +332,7 @@ impl Default for Setup {
             openai_api_key: None,
             admin_api_key: None,
             fleet_secret: None,
+            releaser: None,
         }
     }
 }
@@ -378,6 +396,27 @@ impl Default for Pool {
             decode: Vec::new(),
         }
     }
+}
+
+/// Parses a duration as the configuration has them: `250ms`, `5s`, `2m` or `1h`.
+///
+/// # Errors
+///
+/// Fails for other texts; the message lists the units.
+pub fn parse_duration(text: &str) -> Result<Duration> {
+    units::duration(text)
+        .filter(|duration| !duration.is_zero())
+        .ok_or_else(|| Error::new(format!("{text:?} is not a duration; write 250ms, 5s, 2m or 1h")))
+}
+
+/// Parses a size as the configuration has them: bytes, `64KiB` or `32MiB`.
+///
+/// # Errors
+///
+/// Fails for other texts; the message lists the units.
+pub fn parse_size(text: &str) -> Result<usize> {
+    units::size(text)
+        .ok_or_else(|| Error::new(format!("{text:?} is not a size; write bytes, 64KiB or 32MiB")))
 }
 
 impl Setup {

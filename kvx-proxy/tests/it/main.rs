@@ -12,6 +12,7 @@ mod http2;
 mod listeners;
 mod passing;
 mod realtime;
+mod release;
 mod spans;
 #[cfg(feature = "tls")]
 mod tls;

@@ -14,22 +14,46 @@ import os
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm import __version__ as VLLM_VERSION
-from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
-from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
-from vllm.v1.metrics.utils import create_metric_per_engine
 
-logger = init_logger(__name__)
+# The versions of vLLM that were tested, as docs/operations/vllm-connector.md says.
+TESTED = ("0.30", "0.31", "0.32", "0.33")
+
+try:
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backend
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
+    from vllm.logger import init_logger
+    from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
+    from vllm.v1.metrics.utils import create_metric_per_engine
+except ImportError as error:
+    raise ImportError(
+        f"KvxConnector was tested with vLLM {', '.join(TESTED)}, and this is {VLLM_VERSION}, without what it needs: "
+        f"{error}; install a tested version"
+    ) from error
+
+# What differs between these versions:
+# - vLLM 0.30 has no `get_mem_pool_context`: its KV cache is adopted, not allocated in shared memory.
+# - vLLM 0.32 and newer count cached tokens by their source.
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    CACHE_HIT_SOURCE = CacheHitSource.P2P
+except ImportError:
+    CACHE_HIT_SOURCE = None
+# - vLLM 0.30 and 0.31 do not count notifications after expiry: `get_kv_connector_stats` leaves out
+#   lists that vLLM's class does not have, because it fails on them.
+# - vLLM 0.33 and newer ask `supports_sleep_mode`; `_check` refuses sleep mode in the others.
+
+# Below vLLM's own logger, which has the handler: vLLM sets up no others.
+logger = init_logger(f"vllm.{__name__}")
 
 
 class KvxMetadata(KVConnectorMetadata):
@@ -85,6 +109,8 @@ class KvxPromMetrics(NixlPromMetrics):
 
 class KvxConnector(KVConnectorBase_V1, SupportsHMA):
     """Loads and publishes KV cache through kvx."""
+
+    _cache_hit_source = CACHE_HIT_SOURCE
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
@@ -160,7 +186,11 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self):
         taken = self._half and self._half.get_kv_connector_stats()
-        return KvxStats(data={**KvxStats().data, **taken}) if taken else None
+        if not taken:
+            return None
+        stats = KvxStats()
+        stats.data |= {name: values for name, values in taken.items() if name in stats.data}
+        return stats
 
     @classmethod
     def build_kv_connector_stats(cls, data=None):
@@ -195,7 +225,8 @@ class KvxConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata):
         super().bind_connector_metadata(connector_metadata)
-        self._worker.bind_connector_metadata(connector_metadata.payload)
+        if connector_metadata.payload:
+            self._worker.bind_connector_metadata(connector_metadata.payload)
 
     def start_load_kv(self, forward_context, **kwargs):
         pass
@@ -289,7 +320,16 @@ class _Caches:
 
 
 def _check(vllm_config):
-    """Refuses what KvxConnector does not support."""
+    """Refuses what KvxConnector does not support, and warns of versions that were not tested."""
+    if ".".join(VLLM_VERSION.split(".")[:2]) not in TESTED:
+        logger.warning(
+            "KvxConnector was tested with vLLM %s, and this is %s: compare its answers with those of one instance "
+            "alone before you use it",
+            ", ".join(TESTED),
+            VLLM_VERSION,
+        )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        raise ValueError("KvxConnector does not support sleep mode: start vLLM without --enable-sleep-mode")
     parallel = vllm_config.parallel_config
     if getattr(parallel, "nnodes", 1) > 1 or parallel.distributed_executor_backend == "ray":
         raise ValueError("KvxConnector needs all workers of an engine on one host, without Ray")

@@ -274,5 +274,34 @@ def a_producer_loads_nothing():
     producer.end()
 
 
+def switches():
+    """Returns how often all threads but the first have begun to wait."""
+    count = 0
+    for thread in os.listdir("/proc/self/task"):
+        if int(thread) != os.getpid():
+            try:
+                with open(f"/proc/self/task/{thread}/status") as status:
+                    count += int(next(line for line in status if line.startswith("voluntary")).split()[1])
+            except OSError:
+                pass
+    return count
+
+
+def an_idle_step_wakes_no_thread():
+    engine, steps = Engine("engine"), 20000
+    before = switches()
+    for _ in range(steps):
+        engine.step()
+    woken = switches() - before
+    assert woken < steps / 10, f"{steps} idle steps woke threads {woken} times"
+    # A step with work still does.
+    prefill = Engine("prefill")
+    engine.load("d", prefill.prefill("p", [7], 16), [1], 16)
+    engine.until(lambda: engine.received)
+    assert engine.failed == []
+    prefill.end()
+    engine.end()
+
+
 globals()[sys.argv[1]]()
 print(f"{sys.argv[1]}: as expected", flush=True)

@@ -107,3 +107,8 @@ fn a_producer_loads_nothing() {
 fn adopted_memory_works_as_a_pool_does() {
     python("adopted_memory_works_as_a_pool_does");
 }
+
+#[test]
+fn an_idle_step_wakes_no_thread() {
+    python("an_idle_step_wakes_no_thread");
+}

@@ -82,37 +82,19 @@ pub struct nixl_agent_config {
     pub lthr_delay_us: u64,
     pub capture_telemetry: bool,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of nixl_agent_config"][::core::mem::size_of::<nixl_agent_config>() - 40usize];
-    [
-        "Alignment of nixl_agent_config",
-    ][::core::mem::align_of::<nixl_agent_config>() - 8usize];
-    [
-        "Offset of field: nixl_agent_config::enable_prog_thread",
-    ][::core::mem::offset_of!(nixl_agent_config, enable_prog_thread) - 0usize];
-    [
-        "Offset of field: nixl_agent_config::enable_listen_thread",
-    ][::core::mem::offset_of!(nixl_agent_config, enable_listen_thread) - 1usize];
-    [
-        "Offset of field: nixl_agent_config::listen_port",
-    ][::core::mem::offset_of!(nixl_agent_config, listen_port) - 4usize];
-    [
-        "Offset of field: nixl_agent_config::thread_sync",
-    ][::core::mem::offset_of!(nixl_agent_config, thread_sync) - 8usize];
-    [
-        "Offset of field: nixl_agent_config::num_workers",
-    ][::core::mem::offset_of!(nixl_agent_config, num_workers) - 12usize];
-    [
-        "Offset of field: nixl_agent_config::pthr_delay_us",
-    ][::core::mem::offset_of!(nixl_agent_config, pthr_delay_us) - 16usize];
-    [
-        "Offset of field: nixl_agent_config::lthr_delay_us",
-    ][::core::mem::offset_of!(nixl_agent_config, lthr_delay_us) - 24usize];
-    [
-        "Offset of field: nixl_agent_config::capture_telemetry",
-    ][::core::mem::offset_of!(nixl_agent_config, capture_telemetry) - 32usize];
+    assert!(::core::mem::size_of::<nixl_agent_config>() == 40);
+    assert!(::core::mem::align_of::<nixl_agent_config>() == 8);
+    assert!(::core::mem::offset_of!(nixl_agent_config, enable_prog_thread) == 0);
+    assert!(::core::mem::offset_of!(nixl_agent_config, enable_listen_thread) == 1);
+    assert!(::core::mem::offset_of!(nixl_agent_config, listen_port) == 4);
+    assert!(::core::mem::offset_of!(nixl_agent_config, thread_sync) == 8);
+    assert!(::core::mem::offset_of!(nixl_agent_config, num_workers) == 12);
+    assert!(::core::mem::offset_of!(nixl_agent_config, pthr_delay_us) == 16);
+    assert!(::core::mem::offset_of!(nixl_agent_config, lthr_delay_us) == 24);
+    assert!(::core::mem::offset_of!(nixl_agent_config, capture_telemetry) == 32);
 };
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Functions {
     pub nixl_capi_create_configured_agent: unsafe extern "C" fn(
@@ -292,132 +274,46 @@ pub struct Functions {
         map: nixl_notif_map,
     ) -> nixl_status,
 }
-impl Functions {
-    pub unsafe fn find<E>(
-        mut symbol: impl FnMut(
-            &'static ::core::ffi::CStr,
-        ) -> Result<::core::ptr::NonNull<::core::ffi::c_void>, E>,
-    ) -> Result<Self, E> {
-        unsafe {
-            Ok(Functions {
-                nixl_capi_create_configured_agent: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_configured_agent")?,
-                ),
-                nixl_capi_destroy_agent: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_agent")?,
-                ),
-                nixl_capi_create_params: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_params")?,
-                ),
-                nixl_capi_params_add: ::core::mem::transmute(
-                    symbol(c"nixl_capi_params_add")?,
-                ),
-                nixl_capi_destroy_params: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_params")?,
-                ),
-                nixl_capi_create_backend: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_backend")?,
-                ),
-                nixl_capi_destroy_backend: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_backend")?,
-                ),
-                nixl_capi_create_opt_args: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_opt_args")?,
-                ),
-                nixl_capi_opt_args_add_backend: ::core::mem::transmute(
-                    symbol(c"nixl_capi_opt_args_add_backend")?,
-                ),
-                nixl_capi_destroy_opt_args: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_opt_args")?,
-                ),
-                nixl_capi_get_local_md: ::core::mem::transmute(
-                    symbol(c"nixl_capi_get_local_md")?,
-                ),
-                nixl_capi_get_local_partial_md: ::core::mem::transmute(
-                    symbol(c"nixl_capi_get_local_partial_md")?,
-                ),
-                nixl_capi_load_remote_md: ::core::mem::transmute(
-                    symbol(c"nixl_capi_load_remote_md")?,
-                ),
-                nixl_capi_invalidate_remote_md: ::core::mem::transmute(
-                    symbol(c"nixl_capi_invalidate_remote_md")?,
-                ),
-                nixl_capi_check_remote_md: ::core::mem::transmute(
-                    symbol(c"nixl_capi_check_remote_md")?,
-                ),
-                nixl_capi_agent_make_connection: ::core::mem::transmute(
-                    symbol(c"nixl_capi_agent_make_connection")?,
-                ),
-                nixl_capi_create_reg_dlist: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_reg_dlist")?,
-                ),
-                nixl_capi_reg_dlist_add_desc: ::core::mem::transmute(
-                    symbol(c"nixl_capi_reg_dlist_add_desc")?,
-                ),
-                nixl_capi_destroy_reg_dlist: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_reg_dlist")?,
-                ),
-                nixl_capi_register_mem: ::core::mem::transmute(
-                    symbol(c"nixl_capi_register_mem")?,
-                ),
-                nixl_capi_deregister_mem: ::core::mem::transmute(
-                    symbol(c"nixl_capi_deregister_mem")?,
-                ),
-                nixl_capi_create_xfer_dlist: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_xfer_dlist")?,
-                ),
-                nixl_capi_xfer_dlist_add_desc: ::core::mem::transmute(
-                    symbol(c"nixl_capi_xfer_dlist_add_desc")?,
-                ),
-                nixl_capi_xfer_dlist_clear: ::core::mem::transmute(
-                    symbol(c"nixl_capi_xfer_dlist_clear")?,
-                ),
-                nixl_capi_destroy_xfer_dlist: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_xfer_dlist")?,
-                ),
-                nixl_capi_create_xfer_req: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_xfer_req")?,
-                ),
-                nixl_capi_post_xfer_req: ::core::mem::transmute(
-                    symbol(c"nixl_capi_post_xfer_req")?,
-                ),
-                nixl_capi_get_xfer_status: ::core::mem::transmute(
-                    symbol(c"nixl_capi_get_xfer_status")?,
-                ),
-                nixl_capi_release_xfer_req: ::core::mem::transmute(
-                    symbol(c"nixl_capi_release_xfer_req")?,
-                ),
-                nixl_capi_destroy_xfer_req: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_xfer_req")?,
-                ),
-                nixl_capi_gen_notif: ::core::mem::transmute(
-                    symbol(c"nixl_capi_gen_notif")?,
-                ),
-                nixl_capi_create_notif_map: ::core::mem::transmute(
-                    symbol(c"nixl_capi_create_notif_map")?,
-                ),
-                nixl_capi_destroy_notif_map: ::core::mem::transmute(
-                    symbol(c"nixl_capi_destroy_notif_map")?,
-                ),
-                nixl_capi_get_notifs: ::core::mem::transmute(
-                    symbol(c"nixl_capi_get_notifs")?,
-                ),
-                nixl_capi_notif_map_size: ::core::mem::transmute(
-                    symbol(c"nixl_capi_notif_map_size")?,
-                ),
-                nixl_capi_notif_map_get_agent_at: ::core::mem::transmute(
-                    symbol(c"nixl_capi_notif_map_get_agent_at")?,
-                ),
-                nixl_capi_notif_map_get_notifs_size: ::core::mem::transmute(
-                    symbol(c"nixl_capi_notif_map_get_notifs_size")?,
-                ),
-                nixl_capi_notif_map_get_notif: ::core::mem::transmute(
-                    symbol(c"nixl_capi_notif_map_get_notif")?,
-                ),
-                nixl_capi_notif_map_clear: ::core::mem::transmute(
-                    symbol(c"nixl_capi_notif_map_clear")?,
-                ),
-            })
-        }
-    }
+unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
+    const NAMES: &'static [&'static ::core::ffi::CStr] = &[
+        c"nixl_capi_create_configured_agent",
+        c"nixl_capi_destroy_agent",
+        c"nixl_capi_create_params",
+        c"nixl_capi_params_add",
+        c"nixl_capi_destroy_params",
+        c"nixl_capi_create_backend",
+        c"nixl_capi_destroy_backend",
+        c"nixl_capi_create_opt_args",
+        c"nixl_capi_opt_args_add_backend",
+        c"nixl_capi_destroy_opt_args",
+        c"nixl_capi_get_local_md",
+        c"nixl_capi_get_local_partial_md",
+        c"nixl_capi_load_remote_md",
+        c"nixl_capi_invalidate_remote_md",
+        c"nixl_capi_check_remote_md",
+        c"nixl_capi_agent_make_connection",
+        c"nixl_capi_create_reg_dlist",
+        c"nixl_capi_reg_dlist_add_desc",
+        c"nixl_capi_destroy_reg_dlist",
+        c"nixl_capi_register_mem",
+        c"nixl_capi_deregister_mem",
+        c"nixl_capi_create_xfer_dlist",
+        c"nixl_capi_xfer_dlist_add_desc",
+        c"nixl_capi_xfer_dlist_clear",
+        c"nixl_capi_destroy_xfer_dlist",
+        c"nixl_capi_create_xfer_req",
+        c"nixl_capi_post_xfer_req",
+        c"nixl_capi_get_xfer_status",
+        c"nixl_capi_release_xfer_req",
+        c"nixl_capi_destroy_xfer_req",
+        c"nixl_capi_gen_notif",
+        c"nixl_capi_create_notif_map",
+        c"nixl_capi_destroy_notif_map",
+        c"nixl_capi_get_notifs",
+        c"nixl_capi_notif_map_size",
+        c"nixl_capi_notif_map_get_agent_at",
+        c"nixl_capi_notif_map_get_notifs_size",
+        c"nixl_capi_notif_map_get_notif",
+        c"nixl_capi_notif_map_clear",
+    ];
 }

@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
-use kvx_backend::loader::{self, BoundLibrary, OpenOnce, Search};
+use kvx_backend::loader::{self, BoundLibrary, FunctionTable as _, OpenOnce, Search};
 use kvx_backend::version::Version;
 use kvx_core::backend::Unavailable;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvx_backend::fabric::attacker::{sign_export, strip_signature};
 use kvx_core::backend::Metadata;
 use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Region, Transfer};
-use kvx_testkit::Child;
+use kvx_testkit::{Child, hex, unhex};
 use libtest_mimic::{Failed, Trial};
 
 use crate::{Outcome, registry, with_nixl};
@@ -38,19 +38,10 @@ fn read(ours: &Region, peer: &Peer) -> kvx_core::Result<Transfer> {
     peer.transfer(&plan).deadline(CUT_OFF).post()
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_hex(text: &str) -> Result<Vec<u8>, Failed> {
-    let bytes = (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16));
-    Ok(bytes.collect::<Result<_, _>>()?)
-}
-
 /// Starts an agent in another process, and returns its metadata.
 fn victim() -> Result<(Child, Vec<u8>), Failed> {
     let victim = Child::start_self(SERVES, "victim")?;
-    let metadata = from_hex(&victim.hear(CUT_OFF)?)?;
+    let metadata = unhex(&victim.hear(CUT_OFF)?);
     Ok((victim, metadata))
 }
 

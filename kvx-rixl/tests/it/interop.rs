@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use kvx_core::{
     Agent, ErrorKind, Grid, Memory, MemoryKind, Op, Options, Peer, PeerRegion, Plan, Region, Report,
 };
-use kvx_testkit::{Child, run};
+use kvx_testkit::{Child, hex, run, unhex};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
-use crate::python::{Python, from_hex, hex};
+use crate::python::Python;
 use crate::{Outcome, registry, wheel, with_nixl};
 
 const CUT_OFF: Duration = Duration::from_secs(10);
@@ -288,7 +288,7 @@ fn notifications_are_bytes_both_ways(interpreter: PathBuf) -> Outcome {
     for message in messages {
         peer.notify(message, CUT_OFF).wait_blocking(CUT_OFF)?;
         let heard = python.ask(json!({"do": "hear", "count": 1}));
-        assert_eq!(heard["heard"][0][1].as_str().map(from_hex).as_deref(), Some(message));
+        assert_eq!(heard["heard"][0][1].as_str().map(unhex).as_deref(), Some(message));
         assert_eq!(heard["heard"][0][0], name["name"]);
         python.ask(json!({"do": "notify", "peer": name["name"], "message": hex(message)}));
         let notification = run(agent.notification(CUT_OFF))?;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use kvx_testkit::Child;
+use kvx_testkit::{Child, unhex};
 use serde_json::{Value, json};
 
 /// The time limit for an answer.
@@ -29,7 +29,7 @@ impl Python {
         let process = Child::start(command).expect("the wheel's Python starts");
         let mut agent = Python { process, at: Vec::new(), metadata: Vec::new() };
         let started = agent.ask(json!({"do": "start", "name": name, "regions": regions}));
-        agent.metadata = from_hex(started["metadata"].as_str().expect("text"));
+        agent.metadata = unhex(started["metadata"].as_str().expect("text"));
         agent.at = started["at"]
             .as_array()
             .expect("a list")
@@ -42,7 +42,7 @@ impl Python {
     /// Registers one more region in it, and gets its new metadata.
     pub(crate) fn registers_more(&mut self, size: usize) {
         let more = self.ask(json!({"do": "more", "size": size}));
-        self.metadata = from_hex(more["metadata"].as_str().expect("text"));
+        self.metadata = unhex(more["metadata"].as_str().expect("text"));
         self.at.push(more["at"].as_u64().expect("a number"));
     }
 
@@ -75,14 +75,4 @@ impl Python {
     pub(crate) fn kill(&mut self) {
         self.process.kill().expect("it runs");
     }
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-pub(crate) fn from_hex(text: &str) -> Vec<u8> {
-    let digits: Vec<u8> =
-        text.bytes().map(|digit| (digit as char).to_digit(16).expect("a digit") as u8).collect();
-    digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
 }

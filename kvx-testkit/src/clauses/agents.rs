@@ -212,19 +212,7 @@ impl Inherited {
     /// Makes every call in the fork. Returns the calls that did not fail as promised.
     fn call_everything(self) -> String {
         const SOON: Duration = Duration::from_secs(1);
-        let Inherited {
-            pair,
-            region,
-            peer,
-            plan,
-            flying,
-            dropped,
-            waited,
-            settled,
-            metadata,
-            registry,
-        } = self;
-        let agent = &pair.near;
+        let (agent, region, peer, plan) = (&self.pair.near, &self.region, &self.peer, &self.plan);
         let grid = Grid::packed(4096, 1);
         match agent.metadata() {
             Err(error) if error.kind() == ErrorKind::Forked => {}
@@ -236,9 +224,9 @@ impl Inherited {
             Err(error) if error.kind() == ErrorKind::Forked => {}
             other => wrong.push_str(&format!("{call} said {other:?}; ")),
         };
-        hear("build", Agent::builder("forked").registry(registry.clone()).build().map(drop));
+        hear("build", Agent::builder("forked").registry(self.registry.clone()).build().map(drop));
         hear("register", agent.register("more", Memory::owned(vec![0; 64])).map(drop));
-        hear("connect", agent.connect(&metadata).map(drop));
+        hear("connect", agent.connect(&self.metadata).map(drop));
         hear("connect_foreign", agent.connect_foreign("RIXL", b"").map(drop));
         hear("notification", agent.notification(SOON).join().map(drop::<Notification>));
         hear(
@@ -251,25 +239,25 @@ impl Inherited {
         hear("a local grid", region.grid(grid).map(drop));
         hear("revoke", region.revoke(SOON).wait_blocking(SOON).map(drop));
         hear("a peer's region", peer.region("kv").map(drop));
-        hear("update", peer.update(&metadata).map(drop));
+        hear("update", peer.update(&self.metadata).map(drop));
         hear("ready", peer.ready(SOON).wait_blocking(SOON));
         hear("notify", peer.notify(b"from the fork", SOON).wait_blocking(SOON));
-        hear("post", peer.post(&plan).map(drop));
+        hear("post", peer.post(plan).map(drop));
         hear(
             "post with a notification",
-            peer.transfer(&plan).notify(*b"from the fork").post().map(drop),
+            peer.transfer(plan).notify(*b"from the fork").post().map(drop),
         );
         hear(
             "post_wait",
-            crate::executor::run(peer.transfer(&plan).deadline(SOON).post_wait()).map(drop),
+            crate::executor::run(peer.transfer(plan).deadline(SOON).post_wait()).map(drop),
         );
-        hear("waiting for a transfer", waited.wait_blocking(SOON).map(drop));
-        hear("settled", dropped.settled().wait_blocking(SOON));
-        hear("waiting for what was asked before the fork", settled.wait_blocking(SOON));
-        hear("awaiting a transfer", crate::executor::run(flying).map(drop));
+        hear("waiting for a transfer", self.waited.wait_blocking(SOON).map(drop));
+        hear("settled", self.dropped.settled().wait_blocking(SOON));
+        hear("waiting for what was asked before the fork", self.settled.wait_blocking(SOON));
+        hear("awaiting a transfer", crate::executor::run(self.flying).map(drop));
         hear("shutdown", agent.shutdown(SOON).wait_blocking(SOON));
-        drop((dropped, plan, peer, region));
-        drop(pair);
+        drop((self.dropped, self.plan, self.peer, self.region));
+        drop(self.pair);
         wrong
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvx_core::backend::sync::{Condvar, Mutex, MutexGuard};
-use kvx_core::backend::{Direction, Hop, IpcHandle, LinkProcess, Piece, Ticket};
+use kvx_core::backend::{Direction, Hop, IpcHandle, LinkProcess, MemoryReceiver, Piece, Ticket};
 use kvx_core::{DeviceAccess, DeviceId, ErrorKind, Memory, MemoryKind, Result};
 
 use super::access::Device;
@@ -74,6 +74,8 @@ struct DeviceState {
     ended: bool,
     /// The reasons why the device shares nothing, and why it opens nothing.
     refusal: [Option<&'static str>; 2],
+    /// The openings that are held back, if they are.
+    held_openings: Option<Vec<MemoryReceiver>>,
     counters: CopyCounters,
 }
 
@@ -125,6 +127,7 @@ impl TestDevice {
                 held: false,
                 ended: false,
                 refusal: [None, None],
+                held_openings: None,
                 counters: CopyCounters::default(),
             }),
             changed: Condvar::new(),
@@ -179,6 +182,17 @@ impl TestDevice {
     /// Refuses to open anything of other processes from now on, for this reason.
     pub fn refuse_to_open(&self, why: &'static str) {
         self.shared.lock().refusal[1] = Some(why);
+    }
+
+    /// Holds back openings by [`open_later`](DeviceAccess::open_later) from now on, as a driver does
+    /// during a long kernel. Returns those that were held back so far.
+    pub fn hold_openings(&self) -> Vec<MemoryReceiver> {
+        self.shared.lock().held_openings.replace(Vec::new()).unwrap_or_default()
+    }
+
+    /// Returns the number of openings that are held back.
+    pub fn held_openings(&self) -> usize {
+        self.shared.lock().held_openings.as_ref().map_or(0, Vec::len)
     }
 
     /// Returns the number of its allocations, including those that it opened from other processes.
@@ -279,6 +293,20 @@ unsafe impl DeviceAccess for TestDevice {
         }
         let address = allocation.address() + handle.offset;
         Ok(self.adopt(allocation, address, len, owner))
+    }
+
+    fn open_later(
+        self: Arc<Self>,
+        owner: DeviceId,
+        process: LinkProcess<'_>,
+        handle: &IpcHandle,
+        len: usize,
+        done: MemoryReceiver,
+    ) {
+        if let Some(held) = &mut self.shared.lock().held_openings {
+            return held.push(done);
+        }
+        done(self.open(owner, process, handle, len));
     }
 }
 

@@ -143,6 +143,13 @@ impl Bounds {
         }
     }
 
+    /// Returns the bounds for a listener that limits neither the number of its connections nor
+    /// their time. The crowd opens `crowd` connections, and each work of a client has this deadline.
+    pub fn unlimited(crowd: usize, deadline: Duration) -> Self {
+        let limited = Bounds::new(crowd, deadline);
+        Bounds { crowd, time: None, idle: true, deadline, ..limited }
+    }
+
     /// Returns the least number of descriptors that connections need which only the time limit
     /// ends: silent ones, and those that send single bytes.
     fn held(&self) -> u64 {

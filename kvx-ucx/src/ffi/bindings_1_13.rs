@@ -46,37 +46,17 @@ pub const UCS_ERR_LAST_ENDPOINT_FAILURE: ucs_status_t = -89;
 pub const UCS_ERR_LAST: ucs_status_t = -100;
 pub type ucs_status_t = ::core::ffi::c_schar;
 pub type ucs_status_ptr_t = *mut ::core::ffi::c_void;
-pub const UCS_CONFIG_PRINT_CONFIG: ucs_config_print_flags_t = 1;
-pub const UCS_CONFIG_PRINT_HEADER: ucs_config_print_flags_t = 2;
-pub const UCS_CONFIG_PRINT_DOC: ucs_config_print_flags_t = 4;
-pub const UCS_CONFIG_PRINT_HIDDEN: ucs_config_print_flags_t = 8;
-pub const UCS_CONFIG_PRINT_COMMENT_DEFAULT: ucs_config_print_flags_t = 16;
-pub type ucs_config_print_flags_t = ::core::ffi::c_uint;
 #[repr(C)]
 pub struct ucs_sock_addr {
     pub addr: *const sockaddr,
     pub addrlen: socklen_t,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucs_sock_addr"][::core::mem::size_of::<ucs_sock_addr>() - 16usize];
-    ["Alignment of ucs_sock_addr"][::core::mem::align_of::<ucs_sock_addr>() - 8usize];
-    [
-        "Offset of field: ucs_sock_addr::addr",
-    ][::core::mem::offset_of!(ucs_sock_addr, addr) - 0usize];
-    [
-        "Offset of field: ucs_sock_addr::addrlen",
-    ][::core::mem::offset_of!(ucs_sock_addr, addrlen) - 8usize];
+    assert!(::core::mem::size_of::<ucs_sock_addr>() == 16);
+    assert!(::core::mem::align_of::<ucs_sock_addr>() == 8);
+    assert!(::core::mem::offset_of!(ucs_sock_addr, addr) == 0);
+    assert!(::core::mem::offset_of!(ucs_sock_addr, addrlen) == 8);
 };
-impl Default for ucs_sock_addr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub type ucs_sock_addr_t = ucs_sock_addr;
 pub type ucp_tag_recv_info_t = ucp_tag_recv_info;
 pub type ucp_am_recv_param_t = ucp_am_recv_param;
@@ -125,41 +105,6 @@ pub struct ucp_mem {
     _unused: [u8; 0],
 }
 pub type ucp_mem_h = *mut ucp_mem;
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub struct ucp_mem_attr {
-    pub field_mask: u64,
-    pub address: *mut ::core::ffi::c_void,
-    pub length: usize,
-    pub mem_type: ucs_memory_type_t,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of ucp_mem_attr"][::core::mem::size_of::<ucp_mem_attr>() - 32usize];
-    ["Alignment of ucp_mem_attr"][::core::mem::align_of::<ucp_mem_attr>() - 8usize];
-    [
-        "Offset of field: ucp_mem_attr::field_mask",
-    ][::core::mem::offset_of!(ucp_mem_attr, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_mem_attr::address",
-    ][::core::mem::offset_of!(ucp_mem_attr, address) - 8usize];
-    [
-        "Offset of field: ucp_mem_attr::length",
-    ][::core::mem::offset_of!(ucp_mem_attr, length) - 16usize];
-    [
-        "Offset of field: ucp_mem_attr::mem_type",
-    ][::core::mem::offset_of!(ucp_mem_attr, mem_type) - 24usize];
-};
-impl Default for ucp_mem_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-pub type ucp_mem_attr_t = ucp_mem_attr;
 pub const UCP_MEM_ATTR_FIELD_ADDRESS: ucp_mem_attr_field = 1;
 pub const UCP_MEM_ATTR_FIELD_LENGTH: ucp_mem_attr_field = 2;
 pub const UCP_MEM_ATTR_FIELD_MEM_TYPE: ucp_mem_attr_field = 4;
@@ -198,28 +143,12 @@ pub struct ucp_err_handler {
     pub cb: ucp_err_handler_cb_t,
     pub arg: *mut ::core::ffi::c_void,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucp_err_handler"][::core::mem::size_of::<ucp_err_handler>() - 16usize];
-    [
-        "Alignment of ucp_err_handler",
-    ][::core::mem::align_of::<ucp_err_handler>() - 8usize];
-    [
-        "Offset of field: ucp_err_handler::cb",
-    ][::core::mem::offset_of!(ucp_err_handler, cb) - 0usize];
-    [
-        "Offset of field: ucp_err_handler::arg",
-    ][::core::mem::offset_of!(ucp_err_handler, arg) - 8usize];
+    assert!(::core::mem::size_of::<ucp_err_handler>() == 16);
+    assert!(::core::mem::align_of::<ucp_err_handler>() == 8);
+    assert!(::core::mem::offset_of!(ucp_err_handler, cb) == 0);
+    assert!(::core::mem::offset_of!(ucp_err_handler, arg) == 8);
 };
-impl Default for ucp_err_handler {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub type ucp_err_handler_t = ucp_err_handler;
 pub type ucp_stream_recv_nbx_callback_t = ::core::option::Option<
     unsafe extern "C" fn(
@@ -276,50 +205,20 @@ pub struct ucp_ep_params {
     pub name: *const ::core::ffi::c_char,
     pub local_sockaddr: ucs_sock_addr_t,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucp_ep_params"][::core::mem::size_of::<ucp_ep_params>() - 104usize];
-    ["Alignment of ucp_ep_params"][::core::mem::align_of::<ucp_ep_params>() - 8usize];
-    [
-        "Offset of field: ucp_ep_params::field_mask",
-    ][::core::mem::offset_of!(ucp_ep_params, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_ep_params::address",
-    ][::core::mem::offset_of!(ucp_ep_params, address) - 8usize];
-    [
-        "Offset of field: ucp_ep_params::err_mode",
-    ][::core::mem::offset_of!(ucp_ep_params, err_mode) - 16usize];
-    [
-        "Offset of field: ucp_ep_params::err_handler",
-    ][::core::mem::offset_of!(ucp_ep_params, err_handler) - 24usize];
-    [
-        "Offset of field: ucp_ep_params::user_data",
-    ][::core::mem::offset_of!(ucp_ep_params, user_data) - 40usize];
-    [
-        "Offset of field: ucp_ep_params::flags",
-    ][::core::mem::offset_of!(ucp_ep_params, flags) - 48usize];
-    [
-        "Offset of field: ucp_ep_params::sockaddr",
-    ][::core::mem::offset_of!(ucp_ep_params, sockaddr) - 56usize];
-    [
-        "Offset of field: ucp_ep_params::conn_request",
-    ][::core::mem::offset_of!(ucp_ep_params, conn_request) - 72usize];
-    [
-        "Offset of field: ucp_ep_params::name",
-    ][::core::mem::offset_of!(ucp_ep_params, name) - 80usize];
-    [
-        "Offset of field: ucp_ep_params::local_sockaddr",
-    ][::core::mem::offset_of!(ucp_ep_params, local_sockaddr) - 88usize];
+    assert!(::core::mem::size_of::<ucp_ep_params>() == 104);
+    assert!(::core::mem::align_of::<ucp_ep_params>() == 8);
+    assert!(::core::mem::offset_of!(ucp_ep_params, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_ep_params, address) == 8);
+    assert!(::core::mem::offset_of!(ucp_ep_params, err_mode) == 16);
+    assert!(::core::mem::offset_of!(ucp_ep_params, err_handler) == 24);
+    assert!(::core::mem::offset_of!(ucp_ep_params, user_data) == 40);
+    assert!(::core::mem::offset_of!(ucp_ep_params, flags) == 48);
+    assert!(::core::mem::offset_of!(ucp_ep_params, sockaddr) == 56);
+    assert!(::core::mem::offset_of!(ucp_ep_params, conn_request) == 72);
+    assert!(::core::mem::offset_of!(ucp_ep_params, name) == 80);
+    assert!(::core::mem::offset_of!(ucp_ep_params, local_sockaddr) == 88);
 };
-impl Default for ucp_ep_params {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub type ucp_ep_params_t = ucp_ep_params;
 pub const UCS_THREAD_MODE_SINGLE: ucs_thread_mode_t = 0;
 pub const UCS_THREAD_MODE_SERIALIZED: ucs_thread_mode_t = 1;
@@ -332,13 +231,10 @@ pub type ucs_cpu_mask_t = ::core::ffi::c_ulong;
 pub struct ucs_cpu_set_t {
     pub ucs_bits: [ucs_cpu_mask_t; 16usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucs_cpu_set_t"][::core::mem::size_of::<ucs_cpu_set_t>() - 128usize];
-    ["Alignment of ucs_cpu_set_t"][::core::mem::align_of::<ucs_cpu_set_t>() - 8usize];
-    [
-        "Offset of field: ucs_cpu_set_t::ucs_bits",
-    ][::core::mem::offset_of!(ucs_cpu_set_t, ucs_bits) - 0usize];
+    assert!(::core::mem::size_of::<ucs_cpu_set_t>() == 128);
+    assert!(::core::mem::align_of::<ucs_cpu_set_t>() == 8);
+    assert!(::core::mem::offset_of!(ucs_cpu_set_t, ucs_bits) == 0);
 };
 pub const UCP_PARAM_FIELD_FEATURES: ucp_params_field = 1;
 pub const UCP_PARAM_FIELD_REQUEST_SIZE: ucp_params_field = 2;
@@ -474,48 +370,23 @@ pub struct ucp_params {
     pub estimated_num_ppn: usize,
     pub name: *const ::core::ffi::c_char,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucp_params"][::core::mem::size_of::<ucp_params>() - 80usize];
-    ["Alignment of ucp_params"][::core::mem::align_of::<ucp_params>() - 8usize];
-    [
-        "Offset of field: ucp_params::field_mask",
-    ][::core::mem::offset_of!(ucp_params, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_params::features",
-    ][::core::mem::offset_of!(ucp_params, features) - 8usize];
-    [
-        "Offset of field: ucp_params::request_size",
-    ][::core::mem::offset_of!(ucp_params, request_size) - 16usize];
-    [
-        "Offset of field: ucp_params::request_init",
-    ][::core::mem::offset_of!(ucp_params, request_init) - 24usize];
-    [
-        "Offset of field: ucp_params::request_cleanup",
-    ][::core::mem::offset_of!(ucp_params, request_cleanup) - 32usize];
-    [
-        "Offset of field: ucp_params::tag_sender_mask",
-    ][::core::mem::offset_of!(ucp_params, tag_sender_mask) - 40usize];
-    [
-        "Offset of field: ucp_params::mt_workers_shared",
-    ][::core::mem::offset_of!(ucp_params, mt_workers_shared) - 48usize];
-    [
-        "Offset of field: ucp_params::estimated_num_eps",
-    ][::core::mem::offset_of!(ucp_params, estimated_num_eps) - 56usize];
-    [
-        "Offset of field: ucp_params::estimated_num_ppn",
-    ][::core::mem::offset_of!(ucp_params, estimated_num_ppn) - 64usize];
-    [
-        "Offset of field: ucp_params::name",
-    ][::core::mem::offset_of!(ucp_params, name) - 72usize];
+    assert!(::core::mem::size_of::<ucp_params>() == 80);
+    assert!(::core::mem::align_of::<ucp_params>() == 8);
+    assert!(::core::mem::offset_of!(ucp_params, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_params, features) == 8);
+    assert!(::core::mem::offset_of!(ucp_params, request_size) == 16);
+    assert!(::core::mem::offset_of!(ucp_params, request_init) == 24);
+    assert!(::core::mem::offset_of!(ucp_params, request_cleanup) == 32);
+    assert!(::core::mem::offset_of!(ucp_params, tag_sender_mask) == 40);
+    assert!(::core::mem::offset_of!(ucp_params, mt_workers_shared) == 48);
+    assert!(::core::mem::offset_of!(ucp_params, estimated_num_eps) == 56);
+    assert!(::core::mem::offset_of!(ucp_params, estimated_num_ppn) == 64);
+    assert!(::core::mem::offset_of!(ucp_params, name) == 72);
 };
 impl Default for ucp_params {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub type ucp_params_t = ucp_params;
@@ -528,91 +399,21 @@ pub struct ucp_context_attr {
     pub memory_types: u64,
     pub name: [::core::ffi::c_char; 32usize],
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucp_context_attr"][::core::mem::size_of::<ucp_context_attr>() - 64usize];
-    [
-        "Alignment of ucp_context_attr",
-    ][::core::mem::align_of::<ucp_context_attr>() - 8usize];
-    [
-        "Offset of field: ucp_context_attr::field_mask",
-    ][::core::mem::offset_of!(ucp_context_attr, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_context_attr::request_size",
-    ][::core::mem::offset_of!(ucp_context_attr, request_size) - 8usize];
-    [
-        "Offset of field: ucp_context_attr::thread_mode",
-    ][::core::mem::offset_of!(ucp_context_attr, thread_mode) - 16usize];
-    [
-        "Offset of field: ucp_context_attr::memory_types",
-    ][::core::mem::offset_of!(ucp_context_attr, memory_types) - 24usize];
-    [
-        "Offset of field: ucp_context_attr::name",
-    ][::core::mem::offset_of!(ucp_context_attr, name) - 32usize];
+    assert!(::core::mem::size_of::<ucp_context_attr>() == 64);
+    assert!(::core::mem::align_of::<ucp_context_attr>() == 8);
+    assert!(::core::mem::offset_of!(ucp_context_attr, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_context_attr, request_size) == 8);
+    assert!(::core::mem::offset_of!(ucp_context_attr, thread_mode) == 16);
+    assert!(::core::mem::offset_of!(ucp_context_attr, memory_types) == 24);
+    assert!(::core::mem::offset_of!(ucp_context_attr, name) == 32);
 };
 impl Default for ucp_context_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub type ucp_context_attr_t = ucp_context_attr;
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub struct ucp_worker_attr {
-    pub field_mask: u64,
-    pub thread_mode: ucs_thread_mode_t,
-    pub address_flags: u32,
-    pub address: *mut ucp_address_t,
-    pub address_length: usize,
-    pub max_am_header: usize,
-    pub name: [::core::ffi::c_char; 32usize],
-    pub max_debug_string: usize,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    ["Size of ucp_worker_attr"][::core::mem::size_of::<ucp_worker_attr>() - 80usize];
-    [
-        "Alignment of ucp_worker_attr",
-    ][::core::mem::align_of::<ucp_worker_attr>() - 8usize];
-    [
-        "Offset of field: ucp_worker_attr::field_mask",
-    ][::core::mem::offset_of!(ucp_worker_attr, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_worker_attr::thread_mode",
-    ][::core::mem::offset_of!(ucp_worker_attr, thread_mode) - 8usize];
-    [
-        "Offset of field: ucp_worker_attr::address_flags",
-    ][::core::mem::offset_of!(ucp_worker_attr, address_flags) - 12usize];
-    [
-        "Offset of field: ucp_worker_attr::address",
-    ][::core::mem::offset_of!(ucp_worker_attr, address) - 16usize];
-    [
-        "Offset of field: ucp_worker_attr::address_length",
-    ][::core::mem::offset_of!(ucp_worker_attr, address_length) - 24usize];
-    [
-        "Offset of field: ucp_worker_attr::max_am_header",
-    ][::core::mem::offset_of!(ucp_worker_attr, max_am_header) - 32usize];
-    [
-        "Offset of field: ucp_worker_attr::name",
-    ][::core::mem::offset_of!(ucp_worker_attr, name) - 40usize];
-    [
-        "Offset of field: ucp_worker_attr::max_debug_string",
-    ][::core::mem::offset_of!(ucp_worker_attr, max_debug_string) - 72usize];
-};
-impl Default for ucp_worker_attr {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-pub type ucp_worker_attr_t = ucp_worker_attr;
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub struct ucp_worker_params {
@@ -627,52 +428,23 @@ pub struct ucp_worker_params {
     pub am_alignment: usize,
     pub client_id: u64,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_worker_params",
-    ][::core::mem::size_of::<ucp_worker_params>() - 200usize];
-    [
-        "Alignment of ucp_worker_params",
-    ][::core::mem::align_of::<ucp_worker_params>() - 8usize];
-    [
-        "Offset of field: ucp_worker_params::field_mask",
-    ][::core::mem::offset_of!(ucp_worker_params, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_worker_params::thread_mode",
-    ][::core::mem::offset_of!(ucp_worker_params, thread_mode) - 8usize];
-    [
-        "Offset of field: ucp_worker_params::cpu_mask",
-    ][::core::mem::offset_of!(ucp_worker_params, cpu_mask) - 16usize];
-    [
-        "Offset of field: ucp_worker_params::events",
-    ][::core::mem::offset_of!(ucp_worker_params, events) - 144usize];
-    [
-        "Offset of field: ucp_worker_params::user_data",
-    ][::core::mem::offset_of!(ucp_worker_params, user_data) - 152usize];
-    [
-        "Offset of field: ucp_worker_params::event_fd",
-    ][::core::mem::offset_of!(ucp_worker_params, event_fd) - 160usize];
-    [
-        "Offset of field: ucp_worker_params::flags",
-    ][::core::mem::offset_of!(ucp_worker_params, flags) - 168usize];
-    [
-        "Offset of field: ucp_worker_params::name",
-    ][::core::mem::offset_of!(ucp_worker_params, name) - 176usize];
-    [
-        "Offset of field: ucp_worker_params::am_alignment",
-    ][::core::mem::offset_of!(ucp_worker_params, am_alignment) - 184usize];
-    [
-        "Offset of field: ucp_worker_params::client_id",
-    ][::core::mem::offset_of!(ucp_worker_params, client_id) - 192usize];
+    assert!(::core::mem::size_of::<ucp_worker_params>() == 200);
+    assert!(::core::mem::align_of::<ucp_worker_params>() == 8);
+    assert!(::core::mem::offset_of!(ucp_worker_params, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_worker_params, thread_mode) == 8);
+    assert!(::core::mem::offset_of!(ucp_worker_params, cpu_mask) == 16);
+    assert!(::core::mem::offset_of!(ucp_worker_params, events) == 144);
+    assert!(::core::mem::offset_of!(ucp_worker_params, user_data) == 152);
+    assert!(::core::mem::offset_of!(ucp_worker_params, event_fd) == 160);
+    assert!(::core::mem::offset_of!(ucp_worker_params, flags) == 168);
+    assert!(::core::mem::offset_of!(ucp_worker_params, name) == 176);
+    assert!(::core::mem::offset_of!(ucp_worker_params, am_alignment) == 184);
+    assert!(::core::mem::offset_of!(ucp_worker_params, client_id) == 192);
 };
 impl Default for ucp_worker_params {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub type ucp_worker_params_t = ucp_worker_params;
@@ -686,40 +458,19 @@ pub struct ucp_mem_map_params {
     pub prot: ::core::ffi::c_uint,
     pub memory_type: ucs_memory_type_t,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_mem_map_params",
-    ][::core::mem::size_of::<ucp_mem_map_params>() - 40usize];
-    [
-        "Alignment of ucp_mem_map_params",
-    ][::core::mem::align_of::<ucp_mem_map_params>() - 8usize];
-    [
-        "Offset of field: ucp_mem_map_params::field_mask",
-    ][::core::mem::offset_of!(ucp_mem_map_params, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_mem_map_params::address",
-    ][::core::mem::offset_of!(ucp_mem_map_params, address) - 8usize];
-    [
-        "Offset of field: ucp_mem_map_params::length",
-    ][::core::mem::offset_of!(ucp_mem_map_params, length) - 16usize];
-    [
-        "Offset of field: ucp_mem_map_params::flags",
-    ][::core::mem::offset_of!(ucp_mem_map_params, flags) - 24usize];
-    [
-        "Offset of field: ucp_mem_map_params::prot",
-    ][::core::mem::offset_of!(ucp_mem_map_params, prot) - 28usize];
-    [
-        "Offset of field: ucp_mem_map_params::memory_type",
-    ][::core::mem::offset_of!(ucp_mem_map_params, memory_type) - 32usize];
+    assert!(::core::mem::size_of::<ucp_mem_map_params>() == 40);
+    assert!(::core::mem::align_of::<ucp_mem_map_params>() == 8);
+    assert!(::core::mem::offset_of!(ucp_mem_map_params, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_mem_map_params, address) == 8);
+    assert!(::core::mem::offset_of!(ucp_mem_map_params, length) == 16);
+    assert!(::core::mem::offset_of!(ucp_mem_map_params, flags) == 24);
+    assert!(::core::mem::offset_of!(ucp_mem_map_params, prot) == 28);
+    assert!(::core::mem::offset_of!(ucp_mem_map_params, memory_type) == 32);
 };
 impl Default for ucp_mem_map_params {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub type ucp_mem_map_params_t = ucp_mem_map_params;
@@ -729,18 +480,11 @@ pub struct ucp_tag_recv_info {
     pub sender_tag: ucp_tag_t,
     pub length: usize,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucp_tag_recv_info"][::core::mem::size_of::<ucp_tag_recv_info>() - 16usize];
-    [
-        "Alignment of ucp_tag_recv_info",
-    ][::core::mem::align_of::<ucp_tag_recv_info>() - 8usize];
-    [
-        "Offset of field: ucp_tag_recv_info::sender_tag",
-    ][::core::mem::offset_of!(ucp_tag_recv_info, sender_tag) - 0usize];
-    [
-        "Offset of field: ucp_tag_recv_info::length",
-    ][::core::mem::offset_of!(ucp_tag_recv_info, length) - 8usize];
+    assert!(::core::mem::size_of::<ucp_tag_recv_info>() == 16);
+    assert!(::core::mem::align_of::<ucp_tag_recv_info>() == 8);
+    assert!(::core::mem::offset_of!(ucp_tag_recv_info, sender_tag) == 0);
+    assert!(::core::mem::offset_of!(ucp_tag_recv_info, length) == 8);
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -764,154 +508,45 @@ pub union ucp_request_param_t__bindgen_ty_1 {
     pub recv_stream: ucp_stream_recv_nbx_callback_t,
     pub recv_am: ucp_am_recv_data_nbx_callback_t,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_request_param_t__bindgen_ty_1",
-    ][::core::mem::size_of::<ucp_request_param_t__bindgen_ty_1>() - 8usize];
-    [
-        "Alignment of ucp_request_param_t__bindgen_ty_1",
-    ][::core::mem::align_of::<ucp_request_param_t__bindgen_ty_1>() - 8usize];
-    [
-        "Offset of field: ucp_request_param_t__bindgen_ty_1::send",
-    ][::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, send) - 0usize];
-    [
-        "Offset of field: ucp_request_param_t__bindgen_ty_1::recv",
-    ][::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, recv) - 0usize];
-    [
-        "Offset of field: ucp_request_param_t__bindgen_ty_1::recv_stream",
-    ][::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, recv_stream) - 0usize];
-    [
-        "Offset of field: ucp_request_param_t__bindgen_ty_1::recv_am",
-    ][::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, recv_am) - 0usize];
+    assert!(::core::mem::size_of::<ucp_request_param_t__bindgen_ty_1>() == 8);
+    assert!(::core::mem::align_of::<ucp_request_param_t__bindgen_ty_1>() == 8);
+    assert!(::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, send) == 0);
+    assert!(::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, recv) == 0);
+    assert!(
+        ::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, recv_stream) == 0
+    );
+    assert!(::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_1, recv_am) == 0);
 };
-impl Default for ucp_request_param_t__bindgen_ty_1 {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub union ucp_request_param_t__bindgen_ty_2 {
     pub length: *mut usize,
     pub tag_info: *mut ucp_tag_recv_info_t,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_request_param_t__bindgen_ty_2",
-    ][::core::mem::size_of::<ucp_request_param_t__bindgen_ty_2>() - 8usize];
-    [
-        "Alignment of ucp_request_param_t__bindgen_ty_2",
-    ][::core::mem::align_of::<ucp_request_param_t__bindgen_ty_2>() - 8usize];
-    [
-        "Offset of field: ucp_request_param_t__bindgen_ty_2::length",
-    ][::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_2, length) - 0usize];
-    [
-        "Offset of field: ucp_request_param_t__bindgen_ty_2::tag_info",
-    ][::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_2, tag_info) - 0usize];
+    assert!(::core::mem::size_of::<ucp_request_param_t__bindgen_ty_2>() == 8);
+    assert!(::core::mem::align_of::<ucp_request_param_t__bindgen_ty_2>() == 8);
+    assert!(::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_2, length) == 0);
+    assert!(::core::mem::offset_of!(ucp_request_param_t__bindgen_ty_2, tag_info) == 0);
 };
-impl Default for ucp_request_param_t__bindgen_ty_2 {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_request_param_t",
-    ][::core::mem::size_of::<ucp_request_param_t>() - 72usize];
-    [
-        "Alignment of ucp_request_param_t",
-    ][::core::mem::align_of::<ucp_request_param_t>() - 8usize];
-    [
-        "Offset of field: ucp_request_param_t::op_attr_mask",
-    ][::core::mem::offset_of!(ucp_request_param_t, op_attr_mask) - 0usize];
-    [
-        "Offset of field: ucp_request_param_t::flags",
-    ][::core::mem::offset_of!(ucp_request_param_t, flags) - 4usize];
-    [
-        "Offset of field: ucp_request_param_t::request",
-    ][::core::mem::offset_of!(ucp_request_param_t, request) - 8usize];
-    [
-        "Offset of field: ucp_request_param_t::cb",
-    ][::core::mem::offset_of!(ucp_request_param_t, cb) - 16usize];
-    [
-        "Offset of field: ucp_request_param_t::datatype",
-    ][::core::mem::offset_of!(ucp_request_param_t, datatype) - 24usize];
-    [
-        "Offset of field: ucp_request_param_t::user_data",
-    ][::core::mem::offset_of!(ucp_request_param_t, user_data) - 32usize];
-    [
-        "Offset of field: ucp_request_param_t::reply_buffer",
-    ][::core::mem::offset_of!(ucp_request_param_t, reply_buffer) - 40usize];
-    [
-        "Offset of field: ucp_request_param_t::memory_type",
-    ][::core::mem::offset_of!(ucp_request_param_t, memory_type) - 48usize];
-    [
-        "Offset of field: ucp_request_param_t::recv_info",
-    ][::core::mem::offset_of!(ucp_request_param_t, recv_info) - 56usize];
-    [
-        "Offset of field: ucp_request_param_t::memh",
-    ][::core::mem::offset_of!(ucp_request_param_t, memh) - 64usize];
+    assert!(::core::mem::size_of::<ucp_request_param_t>() == 72);
+    assert!(::core::mem::align_of::<ucp_request_param_t>() == 8);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, op_attr_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, flags) == 4);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, request) == 8);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, cb) == 16);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, datatype) == 24);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, user_data) == 32);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, reply_buffer) == 40);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, memory_type) == 48);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, recv_info) == 56);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, memh) == 64);
 };
 impl Default for ucp_request_param_t {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
-#[repr(C)]
-#[derive(Copy, Clone)]
-pub struct ucp_request_attr_t {
-    pub field_mask: u64,
-    pub debug_string: *mut ::core::ffi::c_char,
-    pub debug_string_size: usize,
-    pub status: ucs_status_t,
-    pub mem_type: ucs_memory_type_t,
-}
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
-const _: () = {
-    [
-        "Size of ucp_request_attr_t",
-    ][::core::mem::size_of::<ucp_request_attr_t>() - 32usize];
-    [
-        "Alignment of ucp_request_attr_t",
-    ][::core::mem::align_of::<ucp_request_attr_t>() - 8usize];
-    [
-        "Offset of field: ucp_request_attr_t::field_mask",
-    ][::core::mem::offset_of!(ucp_request_attr_t, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_request_attr_t::debug_string",
-    ][::core::mem::offset_of!(ucp_request_attr_t, debug_string) - 8usize];
-    [
-        "Offset of field: ucp_request_attr_t::debug_string_size",
-    ][::core::mem::offset_of!(ucp_request_attr_t, debug_string_size) - 16usize];
-    [
-        "Offset of field: ucp_request_attr_t::status",
-    ][::core::mem::offset_of!(ucp_request_attr_t, status) - 24usize];
-    [
-        "Offset of field: ucp_request_attr_t::mem_type",
-    ][::core::mem::offset_of!(ucp_request_attr_t, mem_type) - 28usize];
-};
-impl Default for ucp_request_attr_t {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
@@ -923,39 +558,15 @@ pub struct ucp_am_handler_param {
     pub cb: ucp_am_recv_callback_t,
     pub arg: *mut ::core::ffi::c_void,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_am_handler_param",
-    ][::core::mem::size_of::<ucp_am_handler_param>() - 32usize];
-    [
-        "Alignment of ucp_am_handler_param",
-    ][::core::mem::align_of::<ucp_am_handler_param>() - 8usize];
-    [
-        "Offset of field: ucp_am_handler_param::field_mask",
-    ][::core::mem::offset_of!(ucp_am_handler_param, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_am_handler_param::id",
-    ][::core::mem::offset_of!(ucp_am_handler_param, id) - 8usize];
-    [
-        "Offset of field: ucp_am_handler_param::flags",
-    ][::core::mem::offset_of!(ucp_am_handler_param, flags) - 12usize];
-    [
-        "Offset of field: ucp_am_handler_param::cb",
-    ][::core::mem::offset_of!(ucp_am_handler_param, cb) - 16usize];
-    [
-        "Offset of field: ucp_am_handler_param::arg",
-    ][::core::mem::offset_of!(ucp_am_handler_param, arg) - 24usize];
+    assert!(::core::mem::size_of::<ucp_am_handler_param>() == 32);
+    assert!(::core::mem::align_of::<ucp_am_handler_param>() == 8);
+    assert!(::core::mem::offset_of!(ucp_am_handler_param, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_am_handler_param, id) == 8);
+    assert!(::core::mem::offset_of!(ucp_am_handler_param, flags) == 12);
+    assert!(::core::mem::offset_of!(ucp_am_handler_param, cb) == 16);
+    assert!(::core::mem::offset_of!(ucp_am_handler_param, arg) == 24);
 };
-impl Default for ucp_am_handler_param {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub type ucp_am_handler_param_t = ucp_am_handler_param;
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -963,28 +574,12 @@ pub struct ucp_am_recv_param {
     pub recv_attr: u64,
     pub reply_ep: ucp_ep_h,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucp_am_recv_param"][::core::mem::size_of::<ucp_am_recv_param>() - 16usize];
-    [
-        "Alignment of ucp_am_recv_param",
-    ][::core::mem::align_of::<ucp_am_recv_param>() - 8usize];
-    [
-        "Offset of field: ucp_am_recv_param::recv_attr",
-    ][::core::mem::offset_of!(ucp_am_recv_param, recv_attr) - 0usize];
-    [
-        "Offset of field: ucp_am_recv_param::reply_ep",
-    ][::core::mem::offset_of!(ucp_am_recv_param, reply_ep) - 8usize];
+    assert!(::core::mem::size_of::<ucp_am_recv_param>() == 16);
+    assert!(::core::mem::align_of::<ucp_am_recv_param>() == 8);
+    assert!(::core::mem::offset_of!(ucp_am_recv_param, recv_attr) == 0);
+    assert!(::core::mem::offset_of!(ucp_am_recv_param, reply_ep) == 8);
 };
-impl Default for ucp_am_recv_param {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 pub const UCP_EP_ATTR_FIELD_NAME: ucp_ep_attr_field = 1;
 pub const UCP_EP_ATTR_FIELD_LOCAL_SOCKADDR: ucp_ep_attr_field = 2;
 pub const UCP_EP_ATTR_FIELD_REMOTE_SOCKADDR: ucp_ep_attr_field = 4;
@@ -996,33 +591,21 @@ pub struct ucp_ep_attr {
     pub local_sockaddr: sockaddr_storage,
     pub remote_sockaddr: sockaddr_storage,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ucp_ep_attr"][::core::mem::size_of::<ucp_ep_attr>() - 296usize];
-    ["Alignment of ucp_ep_attr"][::core::mem::align_of::<ucp_ep_attr>() - 8usize];
-    [
-        "Offset of field: ucp_ep_attr::field_mask",
-    ][::core::mem::offset_of!(ucp_ep_attr, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_ep_attr::name",
-    ][::core::mem::offset_of!(ucp_ep_attr, name) - 8usize];
-    [
-        "Offset of field: ucp_ep_attr::local_sockaddr",
-    ][::core::mem::offset_of!(ucp_ep_attr, local_sockaddr) - 40usize];
-    [
-        "Offset of field: ucp_ep_attr::remote_sockaddr",
-    ][::core::mem::offset_of!(ucp_ep_attr, remote_sockaddr) - 168usize];
+    assert!(::core::mem::size_of::<ucp_ep_attr>() == 296);
+    assert!(::core::mem::align_of::<ucp_ep_attr>() == 8);
+    assert!(::core::mem::offset_of!(ucp_ep_attr, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_ep_attr, name) == 8);
+    assert!(::core::mem::offset_of!(ucp_ep_attr, local_sockaddr) == 40);
+    assert!(::core::mem::offset_of!(ucp_ep_attr, remote_sockaddr) == 168);
 };
 impl Default for ucp_ep_attr {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 pub type ucp_ep_attr_t = ucp_ep_attr;
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub struct Functions {
     pub ucs_status_string: unsafe extern "C" fn(
@@ -1039,18 +622,11 @@ pub struct Functions {
         name: *const ::core::ffi::c_char,
         value: *const ::core::ffi::c_char,
     ) -> ucs_status_t,
-    pub ucp_config_print: unsafe extern "C" fn(
-        config: *const ucp_config_t,
-        stream: *mut FILE,
-        title: *const ::core::ffi::c_char,
-        print_flags: ucs_config_print_flags_t,
-    ),
     pub ucp_get_version: unsafe extern "C" fn(
         major_version: *mut ::core::ffi::c_uint,
         minor_version: *mut ::core::ffi::c_uint,
         release_number: *mut ::core::ffi::c_uint,
     ),
-    pub ucp_get_version_string: unsafe extern "C" fn() -> *const ::core::ffi::c_char,
     pub ucp_init_version: unsafe extern "C" fn(
         api_major_version: ::core::ffi::c_uint,
         api_minor_version: ::core::ffi::c_uint,
@@ -1073,10 +649,6 @@ pub struct Functions {
         worker_p: *mut ucp_worker_h,
     ) -> ucs_status_t,
     pub ucp_worker_destroy: unsafe extern "C" fn(worker: ucp_worker_h),
-    pub ucp_worker_query: unsafe extern "C" fn(
-        worker: ucp_worker_h,
-        attr: *mut ucp_worker_attr_t,
-    ) -> ucs_status_t,
     pub ucp_worker_print_info: unsafe extern "C" fn(
         worker: ucp_worker_h,
         stream: *mut FILE,
@@ -1097,13 +669,7 @@ pub struct Functions {
         worker: ucp_worker_h,
         fd: *mut ::core::ffi::c_int,
     ) -> ucs_status_t,
-    pub ucp_worker_wait: unsafe extern "C" fn(worker: ucp_worker_h) -> ucs_status_t,
     pub ucp_worker_arm: unsafe extern "C" fn(worker: ucp_worker_h) -> ucs_status_t,
-    pub ucp_worker_signal: unsafe extern "C" fn(worker: ucp_worker_h) -> ucs_status_t,
-    pub ucp_request_query: unsafe extern "C" fn(
-        request: *mut ::core::ffi::c_void,
-        attr: *mut ucp_request_attr_t,
-    ) -> ucs_status_t,
     pub ucp_ep_create: unsafe extern "C" fn(
         worker: ucp_worker_h,
         params: *const ucp_ep_params_t,
@@ -1127,10 +693,6 @@ pub struct Functions {
         context: ucp_context_h,
         memh: ucp_mem_h,
     ) -> ucs_status_t,
-    pub ucp_mem_query: unsafe extern "C" fn(
-        memh: ucp_mem_h,
-        attr: *mut ucp_mem_attr_t,
-    ) -> ucs_status_t,
     pub ucp_rkey_pack: unsafe extern "C" fn(
         context: ucp_context_h,
         memh: ucp_mem_h,
@@ -1144,11 +706,6 @@ pub struct Functions {
         ep: ucp_ep_h,
         rkey_buffer: *const ::core::ffi::c_void,
         rkey_p: *mut ucp_rkey_h,
-    ) -> ucs_status_t,
-    pub ucp_rkey_ptr: unsafe extern "C" fn(
-        rkey: ucp_rkey_h,
-        raddr: u64,
-        addr_p: *mut *mut ::core::ffi::c_void,
     ) -> ucs_status_t,
     pub ucp_rkey_destroy: unsafe extern "C" fn(rkey: ucp_rkey_h),
     pub ucp_worker_set_am_recv_handler: unsafe extern "C" fn(
@@ -1164,17 +721,6 @@ pub struct Functions {
         count: usize,
         param: *const ucp_request_param_t,
     ) -> ucs_status_ptr_t,
-    pub ucp_am_recv_data_nbx: unsafe extern "C" fn(
-        worker: ucp_worker_h,
-        data_desc: *mut ::core::ffi::c_void,
-        buffer: *mut ::core::ffi::c_void,
-        count: usize,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t,
-    pub ucp_am_data_release: unsafe extern "C" fn(
-        worker: ucp_worker_h,
-        data: *mut ::core::ffi::c_void,
-    ),
     pub ucp_put_nbx: unsafe extern "C" fn(
         ep: ucp_ep_h,
         buffer: *const ::core::ffi::c_void,
@@ -1191,112 +737,46 @@ pub struct Functions {
         rkey: ucp_rkey_h,
         param: *const ucp_request_param_t,
     ) -> ucs_status_ptr_t,
-    pub ucp_request_check_status: unsafe extern "C" fn(
-        request: *mut ::core::ffi::c_void,
-    ) -> ucs_status_t,
-    pub ucp_request_cancel: unsafe extern "C" fn(
-        worker: ucp_worker_h,
-        request: *mut ::core::ffi::c_void,
-    ),
     pub ucp_request_free: unsafe extern "C" fn(request: *mut ::core::ffi::c_void),
-    pub ucp_worker_flush_nbx: unsafe extern "C" fn(
-        worker: ucp_worker_h,
-        param: *const ucp_request_param_t,
-    ) -> ucs_status_ptr_t,
     pub ucp_ep_query: unsafe extern "C" fn(
         ep: ucp_ep_h,
         attr: *mut ucp_ep_attr_t,
     ) -> ucs_status_t,
 }
-impl Functions {
-    pub unsafe fn find<E>(
-        mut symbol: impl FnMut(
-            &'static ::core::ffi::CStr,
-        ) -> Result<::core::ptr::NonNull<::core::ffi::c_void>, E>,
-    ) -> Result<Self, E> {
-        unsafe {
-            Ok(Functions {
-                ucs_status_string: ::core::mem::transmute(symbol(c"ucs_status_string")?),
-                ucp_config_read: ::core::mem::transmute(symbol(c"ucp_config_read")?),
-                ucp_config_release: ::core::mem::transmute(
-                    symbol(c"ucp_config_release")?,
-                ),
-                ucp_config_modify: ::core::mem::transmute(symbol(c"ucp_config_modify")?),
-                ucp_config_print: ::core::mem::transmute(symbol(c"ucp_config_print")?),
-                ucp_get_version: ::core::mem::transmute(symbol(c"ucp_get_version")?),
-                ucp_get_version_string: ::core::mem::transmute(
-                    symbol(c"ucp_get_version_string")?,
-                ),
-                ucp_init_version: ::core::mem::transmute(symbol(c"ucp_init_version")?),
-                ucp_cleanup: ::core::mem::transmute(symbol(c"ucp_cleanup")?),
-                ucp_context_query: ::core::mem::transmute(symbol(c"ucp_context_query")?),
-                ucp_context_print_info: ::core::mem::transmute(
-                    symbol(c"ucp_context_print_info")?,
-                ),
-                ucp_worker_create: ::core::mem::transmute(symbol(c"ucp_worker_create")?),
-                ucp_worker_destroy: ::core::mem::transmute(
-                    symbol(c"ucp_worker_destroy")?,
-                ),
-                ucp_worker_query: ::core::mem::transmute(symbol(c"ucp_worker_query")?),
-                ucp_worker_print_info: ::core::mem::transmute(
-                    symbol(c"ucp_worker_print_info")?,
-                ),
-                ucp_worker_get_address: ::core::mem::transmute(
-                    symbol(c"ucp_worker_get_address")?,
-                ),
-                ucp_worker_release_address: ::core::mem::transmute(
-                    symbol(c"ucp_worker_release_address")?,
-                ),
-                ucp_worker_progress: ::core::mem::transmute(
-                    symbol(c"ucp_worker_progress")?,
-                ),
-                ucp_worker_get_efd: ::core::mem::transmute(
-                    symbol(c"ucp_worker_get_efd")?,
-                ),
-                ucp_worker_wait: ::core::mem::transmute(symbol(c"ucp_worker_wait")?),
-                ucp_worker_arm: ::core::mem::transmute(symbol(c"ucp_worker_arm")?),
-                ucp_worker_signal: ::core::mem::transmute(symbol(c"ucp_worker_signal")?),
-                ucp_request_query: ::core::mem::transmute(symbol(c"ucp_request_query")?),
-                ucp_ep_create: ::core::mem::transmute(symbol(c"ucp_ep_create")?),
-                ucp_ep_close_nbx: ::core::mem::transmute(symbol(c"ucp_ep_close_nbx")?),
-                ucp_ep_print_info: ::core::mem::transmute(symbol(c"ucp_ep_print_info")?),
-                ucp_ep_flush_nbx: ::core::mem::transmute(symbol(c"ucp_ep_flush_nbx")?),
-                ucp_mem_map: ::core::mem::transmute(symbol(c"ucp_mem_map")?),
-                ucp_mem_unmap: ::core::mem::transmute(symbol(c"ucp_mem_unmap")?),
-                ucp_mem_query: ::core::mem::transmute(symbol(c"ucp_mem_query")?),
-                ucp_rkey_pack: ::core::mem::transmute(symbol(c"ucp_rkey_pack")?),
-                ucp_rkey_buffer_release: ::core::mem::transmute(
-                    symbol(c"ucp_rkey_buffer_release")?,
-                ),
-                ucp_ep_rkey_unpack: ::core::mem::transmute(
-                    symbol(c"ucp_ep_rkey_unpack")?,
-                ),
-                ucp_rkey_ptr: ::core::mem::transmute(symbol(c"ucp_rkey_ptr")?),
-                ucp_rkey_destroy: ::core::mem::transmute(symbol(c"ucp_rkey_destroy")?),
-                ucp_worker_set_am_recv_handler: ::core::mem::transmute(
-                    symbol(c"ucp_worker_set_am_recv_handler")?,
-                ),
-                ucp_am_send_nbx: ::core::mem::transmute(symbol(c"ucp_am_send_nbx")?),
-                ucp_am_recv_data_nbx: ::core::mem::transmute(
-                    symbol(c"ucp_am_recv_data_nbx")?,
-                ),
-                ucp_am_data_release: ::core::mem::transmute(
-                    symbol(c"ucp_am_data_release")?,
-                ),
-                ucp_put_nbx: ::core::mem::transmute(symbol(c"ucp_put_nbx")?),
-                ucp_get_nbx: ::core::mem::transmute(symbol(c"ucp_get_nbx")?),
-                ucp_request_check_status: ::core::mem::transmute(
-                    symbol(c"ucp_request_check_status")?,
-                ),
-                ucp_request_cancel: ::core::mem::transmute(
-                    symbol(c"ucp_request_cancel")?,
-                ),
-                ucp_request_free: ::core::mem::transmute(symbol(c"ucp_request_free")?),
-                ucp_worker_flush_nbx: ::core::mem::transmute(
-                    symbol(c"ucp_worker_flush_nbx")?,
-                ),
-                ucp_ep_query: ::core::mem::transmute(symbol(c"ucp_ep_query")?),
-            })
-        }
-    }
+unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
+    const NAMES: &'static [&'static ::core::ffi::CStr] = &[
+        c"ucs_status_string",
+        c"ucp_config_read",
+        c"ucp_config_release",
+        c"ucp_config_modify",
+        c"ucp_get_version",
+        c"ucp_init_version",
+        c"ucp_cleanup",
+        c"ucp_context_query",
+        c"ucp_context_print_info",
+        c"ucp_worker_create",
+        c"ucp_worker_destroy",
+        c"ucp_worker_print_info",
+        c"ucp_worker_get_address",
+        c"ucp_worker_release_address",
+        c"ucp_worker_progress",
+        c"ucp_worker_get_efd",
+        c"ucp_worker_arm",
+        c"ucp_ep_create",
+        c"ucp_ep_close_nbx",
+        c"ucp_ep_print_info",
+        c"ucp_ep_flush_nbx",
+        c"ucp_mem_map",
+        c"ucp_mem_unmap",
+        c"ucp_rkey_pack",
+        c"ucp_rkey_buffer_release",
+        c"ucp_ep_rkey_unpack",
+        c"ucp_rkey_destroy",
+        c"ucp_worker_set_am_recv_handler",
+        c"ucp_am_send_nbx",
+        c"ucp_put_nbx",
+        c"ucp_get_nbx",
+        c"ucp_request_free",
+        c"ucp_ep_query",
+    ];
 }

@@ -26,40 +26,19 @@ pub struct ucp_dt_local_sgl_t {
     pub counts: *const usize,
     pub strides: *const usize,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_dt_local_sgl_t",
-    ][::core::mem::size_of::<ucp_dt_local_sgl_t>() - 48usize];
-    [
-        "Alignment of ucp_dt_local_sgl_t",
-    ][::core::mem::align_of::<ucp_dt_local_sgl_t>() - 8usize];
-    [
-        "Offset of field: ucp_dt_local_sgl_t::field_mask",
-    ][::core::mem::offset_of!(ucp_dt_local_sgl_t, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_dt_local_sgl_t::buffers",
-    ][::core::mem::offset_of!(ucp_dt_local_sgl_t, buffers) - 8usize];
-    [
-        "Offset of field: ucp_dt_local_sgl_t::lengths",
-    ][::core::mem::offset_of!(ucp_dt_local_sgl_t, lengths) - 16usize];
-    [
-        "Offset of field: ucp_dt_local_sgl_t::memhs",
-    ][::core::mem::offset_of!(ucp_dt_local_sgl_t, memhs) - 24usize];
-    [
-        "Offset of field: ucp_dt_local_sgl_t::counts",
-    ][::core::mem::offset_of!(ucp_dt_local_sgl_t, counts) - 32usize];
-    [
-        "Offset of field: ucp_dt_local_sgl_t::strides",
-    ][::core::mem::offset_of!(ucp_dt_local_sgl_t, strides) - 40usize];
+    assert!(::core::mem::size_of::<ucp_dt_local_sgl_t>() == 48);
+    assert!(::core::mem::align_of::<ucp_dt_local_sgl_t>() == 8);
+    assert!(::core::mem::offset_of!(ucp_dt_local_sgl_t, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_dt_local_sgl_t, buffers) == 8);
+    assert!(::core::mem::offset_of!(ucp_dt_local_sgl_t, lengths) == 16);
+    assert!(::core::mem::offset_of!(ucp_dt_local_sgl_t, memhs) == 24);
+    assert!(::core::mem::offset_of!(ucp_dt_local_sgl_t, counts) == 32);
+    assert!(::core::mem::offset_of!(ucp_dt_local_sgl_t, strides) == 40);
 };
 impl Default for ucp_dt_local_sgl_t {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }
 #[repr(C)]
@@ -70,36 +49,14 @@ pub struct ucp_dt_remote_sgl_t {
     pub lengths: *const usize,
     pub rkeys: *const ucp_rkey_h,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_dt_remote_sgl_t",
-    ][::core::mem::size_of::<ucp_dt_remote_sgl_t>() - 32usize];
-    [
-        "Alignment of ucp_dt_remote_sgl_t",
-    ][::core::mem::align_of::<ucp_dt_remote_sgl_t>() - 8usize];
-    [
-        "Offset of field: ucp_dt_remote_sgl_t::field_mask",
-    ][::core::mem::offset_of!(ucp_dt_remote_sgl_t, field_mask) - 0usize];
-    [
-        "Offset of field: ucp_dt_remote_sgl_t::remote_addrs",
-    ][::core::mem::offset_of!(ucp_dt_remote_sgl_t, remote_addrs) - 8usize];
-    [
-        "Offset of field: ucp_dt_remote_sgl_t::lengths",
-    ][::core::mem::offset_of!(ucp_dt_remote_sgl_t, lengths) - 16usize];
-    [
-        "Offset of field: ucp_dt_remote_sgl_t::rkeys",
-    ][::core::mem::offset_of!(ucp_dt_remote_sgl_t, rkeys) - 24usize];
+    assert!(::core::mem::size_of::<ucp_dt_remote_sgl_t>() == 32);
+    assert!(::core::mem::align_of::<ucp_dt_remote_sgl_t>() == 8);
+    assert!(::core::mem::offset_of!(ucp_dt_remote_sgl_t, field_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_dt_remote_sgl_t, remote_addrs) == 8);
+    assert!(::core::mem::offset_of!(ucp_dt_remote_sgl_t, lengths) == 16);
+    assert!(::core::mem::offset_of!(ucp_dt_remote_sgl_t, rkeys) == 24);
 };
-impl Default for ucp_dt_remote_sgl_t {
-    fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
-    }
-}
 #[repr(C)]
 #[derive(Copy, Clone)]
 pub struct ucp_request_param_t {
@@ -117,60 +74,25 @@ pub struct ucp_request_param_t {
     pub remote: *const ::core::ffi::c_void,
     pub remote_count: usize,
 }
-#[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    [
-        "Size of ucp_request_param_t",
-    ][::core::mem::size_of::<ucp_request_param_t>() - 96usize];
-    [
-        "Alignment of ucp_request_param_t",
-    ][::core::mem::align_of::<ucp_request_param_t>() - 8usize];
-    [
-        "Offset of field: ucp_request_param_t::op_attr_mask",
-    ][::core::mem::offset_of!(ucp_request_param_t, op_attr_mask) - 0usize];
-    [
-        "Offset of field: ucp_request_param_t::flags",
-    ][::core::mem::offset_of!(ucp_request_param_t, flags) - 4usize];
-    [
-        "Offset of field: ucp_request_param_t::request",
-    ][::core::mem::offset_of!(ucp_request_param_t, request) - 8usize];
-    [
-        "Offset of field: ucp_request_param_t::cb",
-    ][::core::mem::offset_of!(ucp_request_param_t, cb) - 16usize];
-    [
-        "Offset of field: ucp_request_param_t::datatype",
-    ][::core::mem::offset_of!(ucp_request_param_t, datatype) - 24usize];
-    [
-        "Offset of field: ucp_request_param_t::user_data",
-    ][::core::mem::offset_of!(ucp_request_param_t, user_data) - 32usize];
-    [
-        "Offset of field: ucp_request_param_t::reply_buffer",
-    ][::core::mem::offset_of!(ucp_request_param_t, reply_buffer) - 40usize];
-    [
-        "Offset of field: ucp_request_param_t::memory_type",
-    ][::core::mem::offset_of!(ucp_request_param_t, memory_type) - 48usize];
-    [
-        "Offset of field: ucp_request_param_t::recv_info",
-    ][::core::mem::offset_of!(ucp_request_param_t, recv_info) - 56usize];
-    [
-        "Offset of field: ucp_request_param_t::memh",
-    ][::core::mem::offset_of!(ucp_request_param_t, memh) - 64usize];
-    [
-        "Offset of field: ucp_request_param_t::remote_datatype",
-    ][::core::mem::offset_of!(ucp_request_param_t, remote_datatype) - 72usize];
-    [
-        "Offset of field: ucp_request_param_t::remote",
-    ][::core::mem::offset_of!(ucp_request_param_t, remote) - 80usize];
-    [
-        "Offset of field: ucp_request_param_t::remote_count",
-    ][::core::mem::offset_of!(ucp_request_param_t, remote_count) - 88usize];
+    assert!(::core::mem::size_of::<ucp_request_param_t>() == 96);
+    assert!(::core::mem::align_of::<ucp_request_param_t>() == 8);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, op_attr_mask) == 0);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, flags) == 4);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, request) == 8);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, cb) == 16);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, datatype) == 24);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, user_data) == 32);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, reply_buffer) == 40);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, memory_type) == 48);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, recv_info) == 56);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, memh) == 64);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, remote_datatype) == 72);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, remote) == 80);
+    assert!(::core::mem::offset_of!(ucp_request_param_t, remote_count) == 88);
 };
 impl Default for ucp_request_param_t {
     fn default() -> Self {
-        let mut s = ::core::mem::MaybeUninit::<Self>::uninit();
-        unsafe {
-            ::core::ptr::write_bytes(s.as_mut_ptr(), 0, 1);
-            s.assume_init()
-        }
+        unsafe { ::core::mem::zeroed() }
     }
 }

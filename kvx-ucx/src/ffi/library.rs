@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::path::Path;
 
-use kvx_backend::loader::{self, BoundLibrary, ProcessLibrary, Search};
+use kvx_backend::loader::{self, BoundLibrary, FunctionTable as _, ProcessLibrary, Search};
 use kvx_backend::version::Version;
 use kvx_core::backend::Unavailable;
 

@@ -5,7 +5,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use kvx_core::{Agent, ErrorKind, Grid, Memory, Options, Peer, Plan, Region};
-use kvx_testkit::test;
+use kvx_testkit::{hex, test, unhex};
 
 use crate::registry;
 use crate::versions::{self, VERSIONS, Version};
@@ -205,8 +205,7 @@ fn versions_with_different_keys_are_refused_both_ways() {
 /// Serves its region until its standard input is closed.
 fn own() -> Outcome {
     let (agent, region) = agent("owner", 2)?;
-    let metadata: String = agent.metadata()?.iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("metadata {metadata}");
+    println!("metadata {}", hex(&agent.metadata()?));
     std::io::stdin().read_to_end(&mut Vec::new())?;
     assert_eq!(ends(&region)?, (2, 2));
     agent.shutdown(PATIENCE).wait_blocking(PATIENCE)?;
@@ -214,11 +213,8 @@ fn own() -> Outcome {
 }
 
 fn reach(metadata: &str) -> Outcome {
-    let bytes =
-        (0..metadata.len()).step_by(2).map(|at| u8::from_str_radix(&metadata[at..at + 2], 16));
-    let metadata = bytes.collect::<Result<Vec<_>, _>>()?;
     let (agent, region) = agent("reader", 1)?;
-    let peer = agent.connect(&metadata)?;
+    let peer = agent.connect(unhex(metadata))?;
     let why = both_ways(&region, &peer).expect_err("the keys of these versions differ");
     assert_eq!(why.kind(), ErrorKind::Incompatible);
     assert!(why.to_string().contains("install one version"), "{why}");

@@ -11,7 +11,7 @@ use std::time::Duration;
 use kvx_core::{Agent, Options, Secret};
 use kvx_testkit::{
     ATTACKER_CONNECTS, AttackBytes, Bounds, Child, Failure, Listener, connect_from, gap_held,
-    listening_addresses, own_if_asked, readers, test,
+    listening_addresses, own_if_asked, readers, test, unhex,
 };
 
 use crate::{registry, versions};
@@ -67,9 +67,7 @@ fn unauthenticated_peers_of_ucx_are_a_known_gap() {
 
 fn attack(name: &'static str) -> Result<(), Failure> {
     let owner = Child::start_self(ROLE, "1")?;
-    let line = owner.hear(PATIENCE)?;
-    let bytes = (0..line.len()).step_by(2).map(|at| u8::from_str_radix(&line[at..at + 2], 16));
-    let metadata = bytes.collect::<Result<Vec<_>, _>>().unwrap();
+    let metadata = unhex(&owner.hear(PATIENCE)?);
     let addresses = listening_addresses(owner.pid())?;
     assert!(!addresses.is_empty(), "UCX listens nowhere");
     let next = AtomicUsize::new(0);
@@ -88,13 +86,7 @@ fn attack(name: &'static str) -> Result<(), Failure> {
     let cost = Listener {
         name,
         process: owner.pid(),
-        bounds: Bounds {
-            crowd: CONNECTIONS,
-            time: None,
-            idle: true,
-            deadline: PATIENCE,
-            ..Bounds::new(CONNECTIONS, PATIENCE)
-        },
+        bounds: Bounds::unlimited(CONNECTIONS, PATIENCE),
         clients: readers(|| agent("reader"), &metadata)?,
     }
     .attack(connection, &bytes)?;

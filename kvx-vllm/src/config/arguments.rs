@@ -66,17 +66,13 @@ pub(super) fn take(arguments: Vec<String>) -> Result<Taken> {
 }
 
 fn missing(name: &str) -> Error {
-    invalid(format!(
+    ErrorKind::Invalid.because(format!(
         "{name} has no value; write {name}=VALUE (a value that begins with -- needs the =)"
     ))
 }
 
-fn invalid(sentence: String) -> Error {
-    ErrorKind::Invalid.because(sentence)
-}
-
 fn about(written: &str, error: &Error) -> Error {
-    invalid(format!("{written}: {}", error.sentence()))
+    ErrorKind::Invalid.because(format!("{written}: {}", error.sentence()))
 }
 
 fn dotted(
@@ -91,12 +87,12 @@ fn dotted(
     };
     let keys: Vec<String> = path.split('.').map(str::to_owned).collect();
     if keys.iter().any(String::is_empty) {
-        return Err(invalid(format!(
+        return Err(ErrorKind::Invalid.because(format!(
             "{written} has an empty key; write {OPTION}.KEY or {OPTION}.KEY.KEY"
         )));
     }
     if keys.len() > DEEPEST {
-        return Err(invalid(format!(
+        return Err(ErrorKind::Invalid.because(format!(
             "{OPTION}.{}… has {} keys; at most {DEEPEST} are allowed, write the rest as JSON",
             keys[0],
             keys.len()
@@ -129,7 +125,9 @@ fn value(written: &str, text: &str, warnings: &mut Vec<Warning>) -> Result<Value
     match human::number(text) {
         Some(Ok(number)) => Ok(Value::Number(number)),
         Some(Err(misfit @ Misfit::BinaryFraction)) => as_text(&human::explain(text, &misfit)),
-        Some(Err(misfit)) => Err(invalid(format!("{written}: {}", human::explain(text, &misfit)))),
+        Some(Err(misfit)) => {
+            Err(ErrorKind::Invalid.because(format!("{written}: {}", human::explain(text, &misfit))))
+        }
         None => Ok(Value::String(text.to_owned())),
     }
 }

@@ -10,7 +10,7 @@ use kvx_core::{ErrorKind, Result};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConnectorKind {
-    /// `NixlConnector` and `NixlPullConnector`: the decode side reads.
+    /// `NixlConnector`, `NixlPullConnector`, and kvx's own `KvxConnector`: the decode side reads.
     NixlPull,
     /// `NixlPushConnector`: the prefill side writes.
     NixlPush,
@@ -30,6 +30,9 @@ const SPOKEN: &[(&str, ConnectorKind)] = &[
     ("MooncakeConnector", ConnectorKind::Mooncake),
     ("MultiConnector", ConnectorKind::Multi),
 ];
+
+/// kvx's own connector for vLLM, and the Python module that vLLM loads it from.
+const KVX: (&str, &str) = ("KvxConnector", "kvx.vllm");
 
 /// vLLM's other connectors, of all versions: they get a more specific error.
 const NOT_SPOKEN: &[&str] = &[
@@ -57,6 +60,16 @@ pub(super) fn find(
 ) -> Result<ConnectorKind> {
     let invalid = |sentence: String| ErrorKind::Invalid.because(sentence);
     let own = surroundings.connectors.contains(name);
+    if name == KVX.0 && !own {
+        // It speaks the protocol of the NixlConnector, and has its keys.
+        return match module_path {
+            Some(path) if path == KVX.1 => Ok(ConnectorKind::NixlPull),
+            _ => Err(invalid(format!(
+                "KvxConnector needs \"kv_connector_module_path\": {:?}; add it, since vLLM finds the connector by it",
+                KVX.1
+            ))),
+        };
+    }
     match module_path {
         Some("") => {
             return Err(invalid(

@@ -10,7 +10,7 @@ use super::fields::{self, KvCacheLayout};
 use super::given::ValueSource;
 use super::warning::{Concern, Warning};
 use crate::Version;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 const HOST: &str = "VLLM_NIXL_SIDE_CHANNEL_HOST";
 const HOST_IP: &str = "VLLM_HOST_IP";
@@ -116,7 +116,7 @@ impl Environment {
             let layout = KvCacheLayout::read(key, &Value::String(text.to_owned()))?;
             let new_name = !matches!(layout, KvCacheLayout::Nhd | KvCacheLayout::Hnd);
             if new_name && !version.reads_layout_names() {
-                return Err(invalid(format!(
+                return Err(ErrorKind::Invalid.because(format!(
                     "{key} is {layout}; {version} knows NHD and HND: write one of them"
                 )));
             }
@@ -210,17 +210,16 @@ pub(super) fn nccl_hint(surroundings: &Surroundings, connector: &str) -> Option<
     })
 }
 
-fn invalid(sentence: String) -> Error {
-    ErrorKind::Invalid.because(sentence)
-}
-
 struct Variables<'a>(&'a BTreeMap<String, String>);
 
 impl Variables<'_> {
     fn read<T>(&self, name: &str, read: impl FnOnce(&str, &str) -> Result<T>) -> Result<Option<T>> {
         let Some(value) = self.0.get(name) else { return Ok(None) };
         match value.trim() {
-            "" => Err(invalid(format!("{name} is empty; give it a value or unset it"))),
+            "" => {
+                Err(ErrorKind::Invalid
+                    .because(format!("{name} is empty; give it a value or unset it")))
+            }
             value => read(name, value).map(Some),
         }
     }
@@ -228,18 +227,23 @@ impl Variables<'_> {
 
 fn port(name: &str, text: &str) -> Result<u16> {
     let port = text.parse::<u16>().ok().filter(|port| *port > 0);
-    port.ok_or_else(|| invalid(format!("{name} is {text:?}; write a port from 1 to 65535")))
+    port.ok_or_else(|| {
+        ErrorKind::Invalid.because(format!("{name} is {text:?}; write a port from 1 to 65535"))
+    })
 }
 
 fn port_or_any(name: &str, text: &str) -> Result<u16> {
     let any = "or 0 for any free port";
-    text.parse()
-        .map_err(|_| invalid(format!("{name} is {text:?}; write a port from 1 to 65535, {any}")))
+    text.parse().map_err(|_| {
+        ErrorKind::Invalid
+            .because(format!("{name} is {text:?}; write a port from 1 to 65535, {any}"))
+    })
 }
 
 fn whole_seconds(name: &str, text: &str) -> Result<Duration> {
     let seconds = text.parse::<u32>().ok().filter(|seconds| *seconds > 0);
     seconds.map(|seconds| Duration::from_secs(seconds.into())).ok_or_else(|| {
-        invalid(format!("{name} is {text:?}; write a whole number of seconds above 0"))
+        ErrorKind::Invalid
+            .because(format!("{name} is {text:?}; write a whole number of seconds above 0"))
     })
 }

@@ -130,13 +130,13 @@ impl KvTransferConfig {
         let whole = |key: &str, value: &Value| fields::whole(key, value, i64::MIN..=i64::MAX);
         let connector = match &kv_connector {
             None if kv_connector_module_path.is_some() => {
-                return Err(invalid(
-                    "kv_connector_module_path is set without kv_connector; write kv_connector too, or remove it".into(),
+                return Err(ErrorKind::Invalid.because(
+                    "kv_connector_module_path is set without kv_connector; write kv_connector too, or remove it",
                 ));
             }
             None => None,
             Some(name) if kv_role.is_none() => {
-                return Err(invalid(format!(
+                return Err(ErrorKind::Invalid.because(format!(
                     "kv_connector is {name:?} without a kv_role; write kv_role, supported roles are {}",
                     fields::roles()
                 )));
@@ -156,9 +156,8 @@ impl KvTransferConfig {
         };
         let engine_id = match text("engine_id")? {
             Some(id) if id.is_empty() => {
-                return Err(invalid(
-                    "engine_id is empty; write a name, or remove it for a random one".into(),
-                ));
+                return Err(ErrorKind::Invalid
+                    .because("engine_id is empty; write a name, or remove it for a random one"));
             }
             Some(id) => id,
             None => surroundings.engine_id.clone().unwrap_or_else(random_uuid),
@@ -392,13 +391,8 @@ impl KvTransferConfig {
         builder.options(Options::from_json(self.extra().clone())).stage_device_memory(staged)
     }
 
-    /// Returns one key of `kv_connector_extra_config`, or `default`.
-    pub fn get_from_extra_config<'a>(&'a self, key: &str, default: &'a Value) -> &'a Value {
-        self.extra().get(key).unwrap_or(default)
-    }
-
-    /// Returns `kv_connector_module_path`. It is set only for a connector that the program
-    /// registered.
+    /// Returns `kv_connector_module_path`. It is set only for `KvxConnector`, and for a connector that
+    /// the program registered.
     pub fn kv_connector_module_path(&self) -> Option<&str> {
         self.kv_connector_module_path.as_deref()
     }
@@ -494,12 +488,6 @@ impl KvTransferConfig {
             || self.children.iter().any(|child| child.has_connector(name))
     }
 
-    /// Returns this configuration's part in vLLM's hash of its compiled graph: the MD5 of `[]`, as
-    /// vLLM hashes no fields.
-    pub fn compute_hash(&self) -> &'static str {
-        "d751713988987e9331980363e24189ce"
-    }
-
     /// Returns the warnings for the operator, in the order of the input.
     pub fn warnings(&self) -> &[Warning] {
         &self.warnings
@@ -554,10 +542,6 @@ impl KvTransferConfig {
     }
 }
 
-fn invalid(sentence: String) -> Error {
-    ErrorKind::Invalid.because(sentence)
-}
-
 fn check_names(object: &Map<String, Value>) -> Result<()> {
     let names = FIELDS.iter().map(|field| field.name);
     let Some(key) = object.keys().find(|key| !names.clone().any(|name| name == key.as_str()))
@@ -572,7 +556,7 @@ fn check_names(object: &Map<String, Value>) -> Result<()> {
         .map(|field| field.name)
         .collect::<Vec<_>>()
         .join(", ");
-    Err(invalid(format!(
+    Err(ErrorKind::Invalid.because(format!(
         "unexpected keyword argument {key:?}: KVTransferConfig has no such field{hint}; fields: {current}"
     )))
 }

@@ -76,5 +76,5 @@ pub use step::{
     ConnectorMeta, FailedLoad, Heartbeat, Kept, ReceiveOrder, RemoteRequest, SendOrder,
     WorkerOutput,
 };
-pub use trust::{ParamsTrust, Untrusted};
+pub use trust::{ParamsTrust, Untrusted, UntrustedRelease};
 pub use worker::Worker;

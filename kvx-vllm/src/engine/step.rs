@@ -113,14 +113,8 @@ pub struct ConnectorMeta {
 impl ConnectorMeta {
     /// Returns whether the message contains nothing for the workers.
     pub fn is_empty(&self) -> bool {
-        self.named.is_empty()
-            && self.prefilling.is_empty()
-            && self.dropped.is_empty()
-            && self.send.is_empty()
-            && self.withdrawn.is_empty()
-            && self.receive.is_empty()
-            && self.cancel.is_empty()
-            && self.heartbeats.is_empty()
+        let (built_at, registration) = (self.built_at, self.registration);
+        *self == ConnectorMeta { built_at, registration, ..ConnectorMeta::default() }
     }
 }
 
@@ -185,14 +179,6 @@ impl WorkerOutput {
 
     /// Returns whether the report is empty.
     pub fn is_empty(&self) -> bool {
-        self.finished_sending.is_empty()
-            && self.finished_recving.is_empty()
-            && self.failed_recving.is_empty()
-            && self.failing.is_empty()
-            && self.lost.is_empty()
-            && self.clocks.is_empty()
-            && self.failures.is_empty()
-            && self.stats.is_empty()
-            && self.unknown_requests == 0
+        *self == WorkerOutput { at: self.at, ..WorkerOutput::default() }
     }
 }

@@ -4,8 +4,12 @@
 //! other block numbers, the client would get another request's data. If the fleet has a secret, the
 //! engine that holds the blocks signs their parameters for as long as it keeps them. Routers write
 //! the parameters of MooncakeConnector and of push, which name no blocks and are unsigned: there
-//! the engines authenticate each other with the secret when they connect. The flags are not signed
-//! either: a proxy makes a decode's answer the parameters of the next turn's prefill leg.
+//! the engines authenticate each other with the secret when they connect. Two things are not signed
+//! either. A proxy changes the flags when it makes a decode's answer the parameters of the next
+//! turn's prefill leg. vLLM's scheduler adds the number of cached tokens to what a connector returns,
+//! and it serves statistics only.
+//!
+//! A router that releases blocks proves with the same secret that it may.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,6 +23,8 @@ use crate::params::{RemoteBlocks, TransferMode};
 
 /// The label that separates these signatures from other proofs with the same secret.
 const LABEL: &[u8] = b"kvx params 1: an engine says which blocks it holds";
+/// The label of proofs that blocks may be released.
+const RELEASE_LABEL: &[u8] = b"kvx release 1: no decode will fetch these blocks";
 /// The tolerance in seconds for differences between two hosts' clocks, and for the time that a
 /// router keeps parameters beyond a lease.
 const CLOCKS: u64 = 300;
@@ -94,11 +100,7 @@ impl ParamsTrust {
     }
 
     fn sign_until(&self, remote: &RemoteBlocks, expires: u64) -> Option<String> {
-        let signed = signature(self.secret.as_ref()?, remote, expires).finalize().into_bytes();
-        Some(format!(
-            "{expires}:{}",
-            signed.iter().map(|byte| format!("{byte:02x}")).collect::<String>()
-        ))
+        Some(written(expires, signature(self.secret.as_ref()?, remote, expires)))
     }
 
     /// Checks that an engine may load these blocks. Accepts everything in push mode, where
@@ -132,8 +134,79 @@ impl ParamsTrust {
     }
 }
 
+/// Proofs of releases.
+impl ParamsTrust {
+    /// Proves for the duration `valid` that the blocks of an engine's request may be released.
+    /// Returns `None` without a secret.
+    pub fn sign_release(&self, engine: &str, request: &str, valid: Duration) -> Option<String> {
+        let expires = now().saturating_add(valid.as_secs());
+        Some(written(expires, release(self.secret.as_ref()?, engine, request, expires)))
+    }
+
+    /// Checks a proof that the blocks of a request of this engine may be released.
+    ///
+    /// # Errors
+    ///
+    /// The reason why they may not: this engine has no secret, the proof was made with another one
+    /// or for another request, or it has expired.
+    pub fn check_release(
+        &self,
+        engine: &str,
+        request: &str,
+        proof: &str,
+    ) -> Result<(), UntrustedRelease> {
+        let secret = self.secret.as_ref().ok_or(UntrustedRelease::NoSecret)?;
+        let (expires, proof) = parse(proof).ok_or(UntrustedRelease::Wrong)?;
+        release(secret, engine, request, expires)
+            .verify_slice(&proof)
+            .map_err(|_| UntrustedRelease::Wrong)?;
+        match now().checked_sub(expires.saturating_add(CLOCKS)) {
+            None | Some(0) => Ok(()),
+            Some(late) => Err(UntrustedRelease::Expired(late.saturating_add(CLOCKS))),
+        }
+    }
+}
+
+/// The reason why an engine rejects a release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum UntrustedRelease {
+    /// This engine has no secret.
+    NoSecret,
+    /// The proof is wrong.
+    Wrong,
+    /// The proof expired this many seconds ago.
+    Expired(u64),
+}
+
+impl fmt::Display for UntrustedRelease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            UntrustedRelease::NoSecret => f.write_str(
+                "the release has a proof, and this engine has no secret to check it with: set \
+                 KVX_SECRET_FILE here to the router's",
+            ),
+            UntrustedRelease::Wrong => f.write_str(
+                "the proof of the release is invalid: give the router and this engine the same \
+                 KVX_SECRET_FILE",
+            ),
+            UntrustedRelease::Expired(seconds) => write!(
+                f,
+                "the proof of the release expired {seconds} s ago: synchronize the hosts' clocks"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for UntrustedRelease {}
+
 fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn written(expires: u64, mac: Hmac<Sha256>) -> String {
+    let mac = mac.finalize().into_bytes();
+    format!("{expires}:{}", mac.iter().map(|byte| format!("{byte:02x}")).collect::<String>())
 }
 
 fn parse(written: &str) -> Option<(u64, [u8; 32])> {
@@ -148,7 +221,20 @@ fn parse(written: &str) -> Option<(u64, [u8; 32])> {
     Some((expires.parse().ok()?, bytes))
 }
 
-/// Computes the MAC over the label and every field. Numbers have eight bytes, texts and lists
+/// Computes the MAC of a release. Texts follow their lengths.
+fn release(secret: &Secret, engine: &str, request: &str, expires: u64) -> Hmac<Sha256> {
+    let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(secret.bytes())
+        .expect("HMAC takes keys of any length");
+    mac.update(RELEASE_LABEL);
+    mac.update(&expires.to_be_bytes());
+    for text in [engine, request] {
+        mac.update(&(text.len() as u64).to_be_bytes());
+        mac.update(text.as_bytes());
+    }
+    mac
+}
+
+/// Computes the MAC over the label and every other field. Numbers have eight bytes, texts and lists
 /// follow their lengths, and a byte before each optional field says whether it is present.
 fn signature(secret: &Secret, remote: &RemoteBlocks, expires: u64) -> Hmac<Sha256> {
     let RemoteBlocks {
@@ -164,7 +250,7 @@ fn signature(secret: &Secret, remote: &RemoteBlocks, expires: u64) -> Hmac<Sha25
         expiry_time,
         registration_generation,
         mode,
-        prefill_cached_tokens,
+        prefill_cached_tokens: _,
         block_reference,
         signature: _,
     } = remote;
@@ -187,7 +273,7 @@ fn signature(secret: &Secret, remote: &RemoteBlocks, expires: u64) -> Hmac<Sha25
         number(group.len() as u64);
         group.iter().for_each(|block| number((*block).into()));
     }
-    for optional in [*num_tokens, expiry_time.map(f64::to_bits), *prefill_cached_tokens] {
+    for optional in [*num_tokens, expiry_time.map(f64::to_bits)] {
         mac.update(&[u8::from(optional.is_some())]);
         mac.update(&optional.unwrap_or(0).to_be_bytes());
     }
@@ -242,11 +328,11 @@ mod tests {
     }
 
     #[test]
-    fn an_alteration_of_any_field_is_rejected() {
+    fn an_alteration_of_any_signed_field_is_rejected() {
         let mut signed = remote();
         signed.signature = trust(1).sign_until(&signed, 1000);
         assert_eq!(trust(1).check_at(&signed, 900), Ok(()));
-        let altered: [(&str, fn(&mut RemoteBlocks)); 16] = [
+        let altered: [(&str, fn(&mut RemoteBlocks)); 15] = [
             ("engine", |remote| remote.engine_id.push('x')),
             ("request", |remote| remote.request_id = "other".into()),
             ("host", |remote| remote.host = "10.0.0.2".into()),
@@ -260,7 +346,6 @@ mod tests {
             ("tokens", |remote| remote.num_tokens = None),
             ("expiry", |remote| remote.expiry_time = Some(1.0)),
             ("registration", |remote| remote.registration_generation = 1),
-            ("cached", |remote| remote.prefill_cached_tokens = Some(0)),
             ("reference", |remote| remote.block_reference = None),
             ("until when", |remote| {
                 remote.signature = remote.signature.take().map(|it| it.replace("1000", "1001"))
@@ -272,6 +357,14 @@ mod tests {
             assert_eq!(trust(1).check_at(&remote, 900), Err(Untrusted::Altered), "{what}");
         }
         assert_eq!(trust(2).check_at(&signed, 900), Err(Untrusted::Altered), "another secret");
+    }
+
+    #[test]
+    fn vllm_may_add_the_number_of_cached_tokens() {
+        let mut signed = remote();
+        signed.signature = trust(1).sign_until(&signed, 1000);
+        signed.prefill_cached_tokens = Some(0);
+        assert_eq!(trust(1).check_at(&signed, 900), Ok(()));
     }
 
     #[test]
@@ -303,6 +396,45 @@ mod tests {
         assert_eq!(trust(1).check_at(&signed, 1001 + CLOCKS), Err(Untrusted::Expired(1 + CLOCKS)));
         signed.signature = trust(1).sign_until(&signed, u64::MAX);
         assert_eq!(trust(1).check_at(&signed, u64::MAX), Ok(()));
+    }
+
+    #[test]
+    fn a_release_needs_the_secret_the_engine_and_the_request() {
+        let minute = Duration::from_secs(60);
+        let proof = trust(1).sign_release("engine", "request", minute).unwrap();
+        let check = |secret, engine, request, proof: &str| {
+            trust(secret).check_release(engine, request, proof)
+        };
+        assert_eq!(check(1, "engine", "request", &proof), Ok(()));
+        let wrong = Err(UntrustedRelease::Wrong);
+        assert_eq!(check(2, "engine", "request", &proof), wrong, "another secret");
+        assert_eq!(check(1, "other", "request", &proof), wrong);
+        assert_eq!(check(1, "engine", "other", &proof), wrong);
+        assert_eq!(check(1, "enginer", "equest", &proof), wrong, "lengths are part of the proof");
+        for malformed in ["", ":", "1", &proof[..proof.len() - 1]] {
+            assert_eq!(check(1, "engine", "request", malformed), wrong, "{malformed}");
+        }
+        // A signature of parameters is no proof of a release.
+        let params = trust(1).sign(&remote(), minute).unwrap();
+        assert_eq!(check(1, "engine", "request", &params), wrong);
+        let without = ParamsTrust::default();
+        assert_eq!(without.sign_release("engine", "request", minute), None);
+        let none = without.check_release("engine", "request", &proof);
+        assert_eq!(none, Err(UntrustedRelease::NoSecret));
+    }
+
+    #[test]
+    fn a_proof_of_a_release_expires() {
+        let secret = Secret::from_bytes([1; Secret::LEN]);
+        let at = |expires| written(expires, release(&secret, "engine", "request", expires));
+        let check = |proof: &str| trust(1).check_release("engine", "request", proof);
+        assert_eq!(check(&at(now() - CLOCKS + 30)), Ok(()));
+        let expired = check(&at(now() - CLOCKS - 30));
+        assert!(
+            matches!(expired, Err(UntrustedRelease::Expired(late)) if late >= CLOCKS + 30),
+            "{expired:?}"
+        );
+        assert_eq!(check(&at(u64::MAX)), Ok(()));
     }
 
     #[test]

@@ -5,14 +5,12 @@ use std::time::Duration;
 
 use kvx_core::{ErrorKind, Result};
 
-use super::step::{
-    MAX_GROUPS, MAX_STEP, duration, read_duration, read_flag, read_rank, read_reason, read_request,
-    reason, record,
-};
+use super::step::{MAX_STEP, read_reason, reason};
+use super::value::{GroupValue, MAX_GROUPS, group_record, record};
 use crate::engine::{
     ConnectorMeta, Fresh, PoolBlocks, RequestId, Unsaved, WorkerOutput, WorkerRank,
 };
-use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
+use crate::msgpack::{self, MsgpackReader, MsgpackValue, MsgpackWriter};
 use crate::wire::PushGrant;
 
 /// The longest message in either direction, in bytes.
@@ -103,63 +101,46 @@ pub enum ToHead {
     Raised(u64),
 }
 
+group_record!(OwnWords: pool stamp blocks);
+
 impl ToRank {
     /// Errors: `Exhausted` if the message is longer than the reader accepts.
     pub fn encode(&self) -> Result<Vec<u8>> {
         match self {
             ToRank::Welcome(setup) => message(0, |writer| writer.text(setup)),
             ToRank::Refused(why) => message(1, |writer| reason(writer, why)),
-            ToRank::Words(own) => message(2, |writer| {
-                writer.optional(own.as_ref(), |writer, OwnWords { pool, stamp, blocks }| {
-                    writer.array(3);
-                    for number in [*pool, *stamp, (*blocks).into()] {
-                        writer.unsigned(number);
-                    }
-                });
-            }),
+            ToRank::Words(own) => message(2, |writer| own.write_to(writer)),
             ToRank::Taken => message(3, |_| ()),
             ToRank::Step(meta) => {
                 let meta = meta.encode()?;
                 message(4, |writer| writer.raw(&meta))
             }
-            ToRank::End(within) => message(5, |writer| duration(writer, *within)),
-            ToRank::Grant(request) => message(7, |writer| writer.text(request.as_str())),
+            ToRank::End(within) => message(5, |writer| within.write_to(writer)),
+            ToRank::Grant(request) => message(7, |writer| request.write_to(writer)),
             ToRank::Grants { request, told } => message(8, |writer| {
                 writer.array(3);
-                writer.text(request.as_str());
-                result(writer, told, |writer, grants| {
-                    writer.list(grants, |writer, grant| grant.write(writer));
-                });
+                request.write_to(writer);
+                result(writer, told);
             }),
             ToRank::GivenBack => message(9, |_| ()),
             ToRank::Raise { number, stamp, blocks } => message(10, |writer| {
                 writer.array(3);
-                writer.unsigned(*number);
-                writer.unsigned(*stamp);
-                writer.list(blocks, |writer, block| writer.unsigned((*block).into()));
+                number.write_to(writer);
+                stamp.write_to(writer);
+                blocks.write_to(writer);
             }),
             ToRank::Save { number, of, early, blocks } => message(11, |writer| {
                 writer.array(4);
-                writer.unsigned(*number);
-                writer.unsigned(*of);
-                writer.unsigned((*early).into());
-                writer.list(blocks, |writer, Unsaved { group, block, place }| {
-                    writer.array(3);
-                    for number in [*group, *block, *place] {
-                        writer.unsigned(number.into());
-                    }
-                });
+                number.write_to(writer);
+                of.write_to(writer);
+                early.write_to(writer);
+                blocks.write_to(writer);
             }),
-            ToRank::Note(note) => message(12, |writer| writer.binary(note)),
+            ToRank::Note(note) => message(12, |writer| note.write_to(writer)),
             ToRank::Digest { number, fresh } => message(6, |writer| {
                 writer.array(2);
-                writer.unsigned(*number);
-                writer.list(fresh, |writer, Fresh { group, block, pool, generation }| {
-                    writer.array(4);
-                    for number in [(*group).into(), (*block).into(), *pool, *generation] {
-                        writer.unsigned(number);
-                    }
-                });
+                number.write_to(writer);
+                fresh.write_to(writer);
             }),
         }
     }
@@ -177,19 +158,16 @@ impl ToRank {
             1 => ToRank::Refused(read_reason(&mut reader)?),
             2 => ToRank::Words(reader.optional(read_own_words)?),
             3 => ToRank::Taken,
-            5 => ToRank::End(read_duration(&mut reader)?),
+            5 => ToRank::End(Duration::read(&mut reader)?),
             6 => {
-                record(&mut reader, 2)?;
-                let number = reader.unsigned()?;
-                ToRank::Digest { number, fresh: reader.list(MAX_ASKED, read_fresh)? }
+                let (number, fresh) = GroupValue::read(&mut reader)?;
+                ToRank::Digest { number, fresh }
             }
-            7 => ToRank::Grant(read_request(&mut reader)?),
+            7 => ToRank::Grant(RequestId::read(&mut reader)?),
             8 => {
                 record(&mut reader, 3)?;
-                let request = read_request(&mut reader)?;
-                let grants =
-                    |reader: &mut MsgpackReader<'_>| reader.list(PushGrant::MAX, PushGrant::read);
-                ToRank::Grants { request, told: read_result(&mut reader, grants)? }
+                let request = RequestId::read(&mut reader)?;
+                ToRank::Grants { request, told: read_result(&mut reader, Vec::read)? }
             }
             9 => ToRank::GivenBack,
             10 => {
@@ -203,9 +181,12 @@ impl ToRank {
             }
             11 => {
                 record(&mut reader, 4)?;
-                let (number, of) = (reader.unsigned()?, reader.unsigned()?);
-                let early = read_flag(&mut reader)?;
-                ToRank::Save { number, of, early, blocks: reader.list(MAX_ASKED, read_unsaved)? }
+                ToRank::Save {
+                    number: GroupValue::read(&mut reader)?,
+                    of: GroupValue::read(&mut reader)?,
+                    early: GroupValue::read(&mut reader)?,
+                    blocks: GroupValue::read(&mut reader)?,
+                }
             }
             12 => ToRank::Note(reader.binary()?.to_vec()),
             other => {
@@ -223,23 +204,19 @@ impl ToHead {
         match self {
             ToHead::Hello { version, rank } => message(0, |writer| {
                 writer.array(2);
-                writer.text(version);
-                super::step::rank(writer, rank);
+                version.write_to(writer);
+                rank.write_to(writer);
             }),
             ToHead::Pool(PoolBlocks { groups, others }) => message(1, |writer| {
                 writer.array(2);
-                writer.unsigned((*others).into());
+                others.write_to(writer);
                 writer.array(groups.len());
-                for (group, blocks) in groups {
-                    writer.array(2);
-                    writer.unsigned((*group).into());
-                    writer.unsigned((*blocks).into());
-                }
+                groups.iter().for_each(|(group, blocks)| (*group, *blocks).write_to(writer));
             }),
             ToHead::Registered { metadata, host_copies } => message(2, |writer| {
                 writer.array(2);
-                writer.binary(metadata);
-                writer.unsigned((*host_copies).into());
+                metadata.write_to(writer);
+                host_copies.write_to(writer);
             }),
             ToHead::Output(output) => {
                 let output = output.encode()?;
@@ -249,17 +226,17 @@ impl ToHead {
             ToHead::Ended(why) => message(5, |writer| writer.optional(why.as_deref(), reason)),
             ToHead::Done { number, failed } => message(6, |writer| {
                 writer.array(2);
-                writer.unsigned(*number);
+                number.write_to(writer);
                 writer.optional(failed.as_deref(), reason);
             }),
             ToHead::Granted { request, told } => message(7, |writer| {
                 writer.array(3);
-                writer.text(request.as_str());
-                result(writer, told, |writer, regions| PushGrant::write_regions(writer, regions));
+                request.write_to(writer);
+                result(writer, told);
             }),
-            ToHead::GrantsOfAll(request) => message(8, |writer| writer.text(request.as_str())),
+            ToHead::GrantsOfAll(request) => message(8, |writer| request.write_to(writer)),
             ToHead::GivesBack => message(9, |_| ()),
-            ToHead::Raised(number) => message(10, |writer| writer.unsigned(*number)),
+            ToHead::Raised(number) => message(10, |writer| number.write_to(writer)),
         }
     }
 
@@ -273,14 +250,15 @@ impl ToHead {
         let message = match kind {
             0 => {
                 record(&mut reader, 2)?;
-                ToHead::Hello { version: reader.owned_text()?, rank: read_rank(&mut reader)? }
+                ToHead::Hello {
+                    version: reader.owned_text()?,
+                    rank: WorkerRank::read(&mut reader)?,
+                }
             }
             1 => {
                 record(&mut reader, 2)?;
                 let others = reader.unsigned_32()?;
-                let groups = reader.list(MAX_GROUPS, |reader| {
-                    reader.pair(MsgpackReader::unsigned_32, MsgpackReader::unsigned_32)
-                })?;
+                let groups = reader.list(MAX_GROUPS, <(u32, u32)>::read)?;
                 let pool = PoolBlocks { groups: groups.into_iter().collect(), others };
                 check_blocks(&reader, pool.most())?;
                 ToHead::Pool(pool)
@@ -288,7 +266,7 @@ impl ToHead {
             2 => {
                 record(&mut reader, 2)?;
                 let metadata = reader.binary()?.to_vec();
-                ToHead::Registered { metadata, host_copies: read_flag(&mut reader)? }
+                ToHead::Registered { metadata, host_copies: bool::read(&mut reader)? }
             }
             4 => ToHead::Alive,
             5 => ToHead::Ended(reader.optional(read_reason)?),
@@ -298,13 +276,13 @@ impl ToHead {
             }
             7 => {
                 record(&mut reader, 3)?;
-                let request = read_request(&mut reader)?;
+                let request = RequestId::read(&mut reader)?;
                 ToHead::Granted {
                     request,
                     told: read_result(&mut reader, PushGrant::read_regions)?,
                 }
             }
-            8 => ToHead::GrantsOfAll(read_request(&mut reader)?),
+            8 => ToHead::GrantsOfAll(RequestId::read(&mut reader)?),
             9 => ToHead::GivesBack,
             10 => ToHead::Raised(reader.unsigned()?),
             other => {
@@ -317,14 +295,10 @@ impl ToHead {
 }
 
 /// Writes two items: a success flag, then the value or the reason of the failure.
-fn result<T>(
-    writer: &mut MsgpackWriter,
-    result: &Result<T, String>,
-    write: impl FnOnce(&mut MsgpackWriter, &T),
-) {
-    writer.unsigned(result.is_ok().into());
+fn result(writer: &mut MsgpackWriter, result: &Result<impl MsgpackValue, String>) {
+    result.is_ok().write_to(writer);
     match result {
-        Ok(value) => write(writer, value),
+        Ok(value) => value.write_to(writer),
         Err(why) => reason(writer, why),
     }
 }
@@ -333,7 +307,7 @@ fn read_result<T>(
     reader: &mut MsgpackReader<'_>,
     value: impl FnOnce(&mut MsgpackReader<'_>) -> msgpack::Result<T>,
 ) -> msgpack::Result<Result<T, String>> {
-    match read_flag(reader)? {
+    match bool::read(reader)? {
         true => value(reader).map(Ok),
         false => read_reason(reader).map(Err),
     }
@@ -349,33 +323,9 @@ fn check_blocks(reader: &MsgpackReader<'_>, blocks: u32) -> msgpack::Result<()> 
 }
 
 fn read_own_words(reader: &mut MsgpackReader<'_>) -> msgpack::Result<OwnWords> {
-    record(reader, 3)?;
-    let own = OwnWords {
-        pool: reader.unsigned()?,
-        stamp: reader.unsigned()?,
-        blocks: reader.unsigned_32()?,
-    };
+    let own = OwnWords::read(reader)?;
     check_blocks(reader, own.blocks)?;
     Ok(own)
-}
-
-fn read_fresh(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Fresh> {
-    record(reader, 4)?;
-    Ok(Fresh {
-        group: reader.unsigned_32()?,
-        block: reader.unsigned_32()?,
-        pool: reader.unsigned()?,
-        generation: reader.unsigned()?,
-    })
-}
-
-fn read_unsaved(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Unsaved> {
-    record(reader, 3)?;
-    Ok(Unsaved {
-        group: reader.unsigned_32()?,
-        block: reader.unsigned_32()?,
-        place: reader.unsigned_32()?,
-    })
 }
 
 fn message(kind: u8, value: impl FnOnce(&mut MsgpackWriter)) -> Result<Vec<u8>> {

@@ -4,5 +4,6 @@
 pub mod fuzz;
 mod message;
 mod step;
+mod value;
 
 pub use message::{MAX_ASKED, MAX_MESSAGE, MAX_RAISED, OwnWords, ToHead, ToRank};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvx_core::{ErrorKind, Result};
 
 use super::caches::Caches;
-use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup, malformed, shown};
+use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup, shown};
 use super::layout::KvLayout;
 use crate::Version;
 use crate::wire::NixlAgentMetadata;
@@ -155,7 +155,8 @@ fn place_packed(metadata: &NixlAgentMetadata, regions: &mut [KvRegion]) -> Resul
     for layer in packed {
         let own = regions.iter().position(|region| has(region, &layer.layer));
         let Some(region) = own.or(row).map(|at| &mut regions[at]) else {
-            return Err(malformed(format!("packed layer {} is in no region", shown(&layer.layer))));
+            return Err(ErrorKind::Malformed
+                .because(format!("packed layer {} is in no region", shown(&layer.layer))));
         };
         let name: Arc<str> = layer.layer.as_str().into();
         if own.is_none() {
@@ -176,6 +177,7 @@ fn layers(metadata: &NixlAgentMetadata, region: usize) -> Vec<Arc<str>> {
 }
 
 fn small(number: u64, what: &str) -> Result<u32> {
-    u32::try_from(number)
-        .map_err(|_| malformed(format!("{number} {what} exceed the limit of {}", u32::MAX)))
+    u32::try_from(number).map_err(|_| {
+        ErrorKind::Malformed.because(format!("{number} {what} exceed the limit of {}", u32::MAX))
+    })
 }

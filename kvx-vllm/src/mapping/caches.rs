@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::geometry::{Geometry, KvRegion, MemoryType, RegionGroup};
 use super::layout::KvLayout;
@@ -99,12 +99,15 @@ impl Caches {
     ) -> Result<Self> {
         layers.sort_by(|a, b| natural_order(&a.name, &b.name).then_with(|| a.name.cmp(&b.name)));
         if let Some(pair) = layers.windows(2).find(|pair| pair[0].name == pair[1].name) {
-            return Err(invalid(format!("layer {} is given twice", pair[0].name)));
+            return Err(
+                ErrorKind::Invalid.because(format!("layer {} is given twice", pair[0].name))
+            );
         }
         let halves =
             layers.iter().filter(|layer| matches!(layer.tensors, KvTensors::Halves(_))).count();
         if halves != 0 && halves != layers.len() {
-            return Err(invalid("some layers have K and V as halves of a block and some do not"));
+            return Err(ErrorKind::Invalid
+                .because("some layers have K and V as halves of a block and some do not"));
         }
         let mut regions: Vec<KvRegion> = Vec::new();
         let mut heads: Vec<Heads> = Vec::new();
@@ -180,7 +183,7 @@ fn share(region: &mut KvRegion, heads: Heads, other: KvRegion, others_heads: Hea
     let same = (region.block_len, region.block_stride, region.blocks, region.memory, heads)
         == (other.block_len, other.block_stride, other.blocks, other.memory, others_heads);
     if !same {
-        return Err(invalid(format!(
+        return Err(ErrorKind::Invalid.because(format!(
             "layers {} and {} start at the same address but differ in blocks, memory or heads",
             region.layers[0], other.layers[0]
         )));
@@ -190,8 +193,4 @@ fn share(region: &mut KvRegion, heads: Heads, other: KvRegion, others_heads: Hea
     }
     region.layers.extend(other.layers);
     Ok(())
-}
-
-fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    ErrorKind::Invalid.because(sentence)
 }

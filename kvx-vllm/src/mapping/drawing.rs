@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 
-use kvx_core::{Error, Grid, Op, Result};
+use kvx_core::{Error, ErrorKind, Grid, Op, Result};
 
 use super::caches::Caches;
 use super::geometry::{Geometry, RegionGroup};
 use super::lanes::{Lane, RegionGrid, SetKey, Source};
 use super::pairing::{Match, pair_regions};
-use super::peer::{MappingOptions, Remote, incompatible, invalid};
+use super::peer::{MappingOptions, Remote};
 use super::ranks::{Heads, Mapping, Tp};
 use super::slices::{RegionPair, Slice};
 use crate::ids::WorkerRank;
@@ -128,7 +128,7 @@ impl Drawing<'_> {
 fn refuse_copies(heads: Heads, consumer: Tp, producer: Tp) -> Result<()> {
     match heads {
         Heads::Sharded(heads) if producer.size() > consumer.size() && producer.size() > heads => {
-            Err(incompatible(format!(
+            Err(ErrorKind::Incompatible.because(format!(
                 "{} producer ranks hold copies of {heads} KV heads, but the consumer has {} ranks: the producer \
                  may have at most {}",
                 producer.size(),
@@ -149,7 +149,7 @@ fn groups_of(geometry: &Geometry, region: usize, groups: usize) -> Result<Vec<Op
     }
     match regions[region].group {
         RegionGroup::Of(group) if (group as usize) < groups => Ok(vec![Some(group)]),
-        RegionGroup::Of(group) => Err(invalid(format!(
+        RegionGroup::Of(group) => Err(ErrorKind::Invalid.because(format!(
             "region {region} belongs to KV cache group {group}, but there are {groups} groups"
         ))),
         RegionGroup::Shared => Ok((0..groups as u32).map(Some).collect()),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvx_core::{Error, ErrorKind, Grid, Result};
+use kvx_core::{ErrorKind, Grid, Result};
 
 use super::layout::KvLayout;
 
@@ -27,7 +27,7 @@ impl RegionGroup {
         match id {
             -1 => Ok(RegionGroup::Shared),
             id => u32::try_from(id).map(RegionGroup::Of).map_err(|_| {
-                malformed(format!(
+                ErrorKind::Malformed.because(format!(
                     "invalid KV cache group {id}: groups count from 0, and -1 means shared"
                 ))
             }),
@@ -63,10 +63,8 @@ impl MemoryType {
         match name {
             "VRAM" => Ok(MemoryType::Vram),
             "DRAM" => Ok(MemoryType::Dram),
-            other => Err(malformed(format!(
-                "unknown memory type {:?}: expected VRAM or DRAM",
-                shown(other)
-            ))),
+            other => Err(ErrorKind::Malformed
+                .because(format!("unknown memory type {:?}: expected VRAM or DRAM", shown(other)))),
         }
     }
 
@@ -127,7 +125,7 @@ impl KvRegion {
         } else {
             return Ok(());
         };
-        Err(malformed(format!(
+        Err(ErrorKind::Malformed.because(format!(
             "region {position} {fault} ({} blocks of {} bytes, stride {}, from {:#x})",
             self.blocks, self.block_len, self.block_stride, self.base
         )))
@@ -174,16 +172,14 @@ impl Geometry {
         device: u64,
     ) -> Result<Self> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
-            return Err(malformed(format!(
-                "{} regions: expected 1 to {MAX_REGIONS}",
-                regions.len()
-            )));
+            return Err(ErrorKind::Malformed
+                .because(format!("{} regions: expected 1 to {MAX_REGIONS}", regions.len())));
         }
         if block_tokens == 0 {
-            return Err(malformed("blocks of 0 tokens"));
+            return Err(ErrorKind::Malformed.because("blocks of 0 tokens"));
         }
         if kernel_per_logical == 0 || kernel_per_logical > MAX_KERNEL_PER_LOGICAL {
-            return Err(malformed(format!(
+            return Err(ErrorKind::Malformed.because(format!(
                 "{kernel_per_logical} kernel blocks per logical block: expected 1 to {MAX_KERNEL_PER_LOGICAL}"
             )));
         }
@@ -206,7 +202,7 @@ impl Geometry {
     pub fn with_halves(self) -> Result<Self> {
         match self.regions.iter().position(|region| region.block_len % 2 != 0) {
             None => Ok(Geometry { halves: true, ..self }),
-            Some(position) => Err(malformed(format!(
+            Some(position) => Err(ErrorKind::Malformed.because(format!(
                 "region {position} has blocks of {} bytes, which cannot be a K half and a V half",
                 self.regions[position].block_len
             ))),
@@ -296,10 +292,6 @@ impl Geometry {
     pub(crate) fn names_no_groups(&self) -> bool {
         self.regions.iter().all(|region| region.group == RegionGroup::Of(0))
     }
-}
-
-pub(super) fn malformed(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    ErrorKind::Malformed.because(sentence)
 }
 
 /// Cuts a peer's text to a length that fits into an error message.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use kvx_core::{ErrorKind, Result};
 
-use super::geometry::{malformed, shown};
+use super::geometry::shown;
 
 /// The order of dimensions, outermost first: L layer, B block, H head, N token, C content of a head
 /// and token.
@@ -66,7 +66,7 @@ impl KvLayout {
             "NHD" => Ok(KvLayout::Lbnhc),
             "HND" => Ok(KvLayout::Lbhnc),
             _ => KvLayout::ALL.into_iter().find(by_name).ok_or_else(|| {
-                malformed(format!(
+                ErrorKind::Malformed.because(format!(
                     "unknown KV cache layout {:?}: expected NHD, HND or an order of L, B, H, N, C",
                     shown(name)
                 ))

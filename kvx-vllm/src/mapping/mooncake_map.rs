@@ -57,15 +57,15 @@ impl SendMap {
                 Error::new(error.kind(), format!("region {at} ({name}): {error}"))
             };
             let RegionGroup::Of(group) = region.group else {
-                return Err(context(incompatible(
-                    "layers of several KV cache groups share it".into(),
-                )));
+                return Err(context(
+                    ErrorKind::Incompatible.because("layers of several KV cache groups share it"),
+                ));
             };
             let theirs = told.registered_group_indices.get(place);
             if let Some(theirs) = theirs.filter(|theirs| **theirs != i64::from(group)) {
                 let sentence =
                     format!("it is in KV cache group {group} here and {theirs} at the peer");
-                return Err(context(incompatible(sentence)));
+                return Err(context(ErrorKind::Incompatible.because(sentence)));
             }
             let (stride, len) = (told.block_lens[place], told.kv_block_lens[place]);
             let (kv_heads, producer_replicated) = match local.heads(at) {
@@ -76,12 +76,12 @@ impl SendMap {
             if divided && !geometry.layout().has_contiguous_heads() {
                 let sentence = "ranks divide its blocks by heads, which only a layout with heads before tokens allows: \
                                 use LBHNC";
-                return Err(context(incompatible(sentence.into())));
+                return Err(context(ErrorKind::Incompatible.because(sentence)));
             }
             if divided && (region.block_stride != region.block_len || stride != len) {
                 let sentence = "ranks divide its blocks by heads, but they are padded: use the same tensor-parallel \
                                 size";
-                return Err(context(incompatible(sentence.into())));
+                return Err(context(ErrorKind::Incompatible.because(sentence)));
             }
             let parts = if divided { u64::from(geometry.parts()) } else { 1 };
             let (own_part, their_part) = (region.block_len / parts, len / parts);
@@ -143,7 +143,7 @@ fn check_heads(pair: &SenderPair) -> Result<()> {
     if pair.producer_len.checked_mul(theirs) == pair.consumer_len.checked_mul(own) {
         return Ok(());
     }
-    Err(incompatible(format!(
+    Err(ErrorKind::Incompatible.because(format!(
         "blocks of {} bytes for {own} heads here, but of {} for {theirs} heads at the peer",
         pair.producer_len, pair.consumer_len
     )))
@@ -157,7 +157,7 @@ fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
         || regions.iter().any(|region| region.layers.is_empty())
     {
         if regions.len() != told.kv_caches_base_addr.len() {
-            return Err(incompatible(format!(
+            return Err(ErrorKind::Incompatible.because(format!(
                 "{} regions here but {} at the peer, and no layer names to pair them by",
                 regions.len(),
                 told.kv_caches_base_addr.len()
@@ -187,7 +187,7 @@ fn pairs(local: &Caches, told: &PullRequest) -> Result<Vec<(usize, usize)>> {
     if let Some((name, count)) =
         taken.into_iter().find(|(name, count)| offered[name].len() != *count)
     {
-        return Err(incompatible(format!(
+        return Err(ErrorKind::Incompatible.because(format!(
             "layer {} is in {count} regions here but in {} at the peer",
             shown(name),
             offered[name].len()
@@ -260,10 +260,6 @@ pub fn tell_layout(local: &Caches, told: &mut PullRequest) -> Result<()> {
 /// number. vLLM's layer names have one number.
 fn number_of_layer(name: &str) -> i64 {
     name.split('.').find_map(|part| part.parse().ok()).unwrap_or(0)
-}
-
-fn incompatible(sentence: String) -> Error {
-    ErrorKind::Incompatible.because(sentence)
 }
 
 fn malformed(why: String) -> Error {

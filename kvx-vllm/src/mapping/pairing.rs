@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 use super::geometry::{Geometry, shown};
 
@@ -43,7 +43,7 @@ pub(super) fn pair_regions(
         let (ours, theirs) =
             (local.regions()[at].group, stages[found.stage].regions()[found.region].group);
         if !stages[found.stage].names_no_groups() && ours != theirs {
-            return Err(incompatible(format!(
+            return Err(ErrorKind::Incompatible.because(format!(
                 "region {at} belongs to KV cache group {} here and {} at the peer",
                 ours.to_wire(),
                 theirs.to_wire()
@@ -55,13 +55,13 @@ pub(super) fn pair_regions(
 
 fn by_position(local: &Geometry, stages: &[&Geometry]) -> Result<Vec<Option<Match>>> {
     let [stage] = stages else {
-        return Err(incompatible(format!(
+        return Err(ErrorKind::Incompatible.because(format!(
             "{} pipeline stages have no layer names to pair regions by",
             stages.len()
         )));
     };
     if stage.regions().len() != local.regions().len() {
-        return Err(incompatible(format!(
+        return Err(ErrorKind::Incompatible.because(format!(
             "{} regions here and {} at the peer: both sides need the same layers",
             local.regions().len(),
             stage.regions().len()
@@ -97,7 +97,7 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
                 (Some(Some((before, _))), Some((now, _))) if before == now => {}
                 (Some(None), None) => {}
                 _ => {
-                    return Err(incompatible(format!(
+                    return Err(ErrorKind::Incompatible.because(format!(
                         "layer {} shares a region with others here, but not at the peer",
                         shown(layer)
                     )));
@@ -106,7 +106,7 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
         }
         let Some(Some(((stage, position), layer))) = found else {
             if all {
-                return Err(incompatible(format!(
+                return Err(ErrorKind::Incompatible.because(format!(
                     "layer {} is missing at the peer",
                     region.layers.first().map_or_else(String::new, |layer| shown(layer))
                 )));
@@ -124,7 +124,7 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
     for (layer, places) in &offered {
         let wanted = taken.get(layer).copied().unwrap_or(0);
         if wanted != places.len() && (all || wanted > 0) {
-            return Err(incompatible(format!(
+            return Err(ErrorKind::Incompatible.because(format!(
                 "layer {} is in {} regions at the peer but in {wanted} here",
                 shown(layer),
                 places.len()
@@ -132,8 +132,4 @@ fn by_name(local: &Geometry, stages: &[&Geometry], all: bool) -> Result<Vec<Opti
         }
     }
     Ok(matches)
-}
-
-fn incompatible(sentence: String) -> Error {
-    ErrorKind::Incompatible.because(sentence)
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use kvx_core::{Error, ErrorKind, Op, Result};
+use kvx_core::{ErrorKind, Op, Result};
 
 use super::align::{Clip, Units};
 use super::caches::Caches;
@@ -114,9 +114,9 @@ impl PeerMap {
         };
         check_kinds(tp, remote, consumer, producer, options)?;
         if consumer.transposed_keys && (ratio > 1 || layout == LayoutMatch::Permute) {
-            return Err(incompatible(
+            return Err(ErrorKind::Incompatible.because(
                 "blocks with transposed keys can only be moved whole: give both sides the same block size and \
-                 layout".into(),
+                 layout",
             ));
         }
         let units = Units::new(
@@ -208,10 +208,8 @@ impl PeerMap {
 /// Returns the stages of each rank, in order.
 fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geometry>>> {
     if remote.pp_size == 0 || remote.pp_size > MAX_RANKS {
-        return Err(invalid(format!(
-            "{} pipeline stages: expected 1 to {MAX_RANKS}",
-            remote.pp_size
-        )));
+        return Err(ErrorKind::Invalid
+            .because(format!("{} pipeline stages: expected 1 to {MAX_RANKS}", remote.pp_size)));
     }
     let mut given: HashMap<WorkerRank, &Geometry> = HashMap::new();
     for (rank, geometry) in remote.ranks {
@@ -219,23 +217,25 @@ fn stages_of<'a>(ranks: &[u32], remote: &Remote<'a>) -> Result<Vec<Vec<&'a Geome
             || !ranks.contains(&rank.tp)
             || given.insert(*rank, geometry).is_some()
         {
-            return Err(invalid(format!(
+            return Err(ErrorKind::Invalid.because(format!(
                 "rank (pp {}, tp {}) of a peer with {} stages is not a handshake rank, or is listed twice",
                 rank.pp, rank.tp, remote.pp_size
             )));
         }
     }
-    let stage = |tp: u32, pp: u32| match given.get(&WorkerRank { pp, tp }) {
-        Some(geometry) => Ok(*geometry),
-        None => Err(invalid(format!("rank (pp {pp}, tp {tp}) of the peer is missing"))),
-    };
+    let stage =
+        |tp: u32, pp: u32| match given.get(&WorkerRank { pp, tp }) {
+            Some(geometry) => Ok(*geometry),
+            None => Err(ErrorKind::Invalid
+                .because(format!("rank (pp {pp}, tp {tp}) of the peer is missing"))),
+        };
     ranks.iter().map(|tp| (0..remote.pp_size).map(|pp| stage(*tp, pp)).collect()).collect()
 }
 
 /// Checks that all ranks have a common layout, and returns the first rank's geometry.
 fn uniform<'a>(remote: &Remote<'a>) -> Result<&'a Geometry> {
     let Some((_, first)) = remote.ranks.first() else {
-        return Err(invalid("a peer without ranks"));
+        return Err(ErrorKind::Invalid.because("a peer without ranks"));
     };
     let common = |geometry: &Geometry| {
         (
@@ -248,7 +248,7 @@ fn uniform<'a>(remote: &Remote<'a>) -> Result<&'a Geometry> {
     };
     match remote.ranks.iter().find(|(_, geometry)| common(geometry) != common(first)) {
         None => Ok(first),
-        Some((rank, _)) => Err(incompatible(format!(
+        Some((rank, _)) => Err(ErrorKind::Incompatible.because(format!(
             "rank (pp {}, tp {}) of the peer has another layout or block size than the peer's other ranks",
             rank.pp, rank.tp
         ))),
@@ -272,7 +272,7 @@ fn block_ratio(
     } else {
         return Ok(ratio);
     };
-    Err(incompatible(format!(
+    Err(ErrorKind::Incompatible.because(format!(
         "kernel blocks of {own} tokens at the consumer and {theirs} at the producer: {why}"
     )))
 }
@@ -285,22 +285,25 @@ fn check_kinds(
     options: &MappingOptions,
 ) -> Result<()> {
     if consumer.parts() != producer.parts() {
-        return Err(incompatible("K and V are halves of a block on one side only".into()));
+        return Err(
+            ErrorKind::Incompatible.because("K and V are halves of a block on one side only")
+        );
     }
     if consumer.transposed_keys != producer.transposed_keys {
-        return Err(incompatible(
-            "only one side has K with dimensions before tokens (CPU_ATTN): use the same attention backend"
-                .into(),
+        return Err(ErrorKind::Incompatible.because(
+            "only one side has K with dimensions before tokens (CPU_ATTN): use the same attention backend",
         ));
     }
     if options.groups.is_empty() {
-        return Err(invalid("a model needs at least one KV cache group"));
+        return Err(ErrorKind::Invalid.because("a model needs at least one KV cache group"));
     }
     if options.groups.iter().any(|(kind, _)| *kind == GroupKind::StateSpace) {
-        return Err(unsupported("state-space (Mamba) groups cannot be transferred".into()));
+        return Err(
+            ErrorKind::Unsupported.because("state-space (Mamba) groups cannot be transferred")
+        );
     }
     if tp.dcp() != remote.dcp_size {
-        return Err(unsupported(format!(
+        return Err(ErrorKind::Unsupported.because(format!(
             "decode-context-parallel sizes {} and {} differ: give both sides the same size",
             tp.dcp(),
             remote.dcp_size
@@ -325,7 +328,8 @@ fn finishing(
         layout == LayoutMatch::Permute || (ratio > 1 && geometry.layout().heads_before_tokens());
     let shape = |(at, region): (usize, &KvRegion)| {
         let len = usize::try_from(region.block_len).map_err(|_| {
-            invalid(format!("region {at} has blocks of {} bytes", region.block_len))
+            ErrorKind::Invalid
+                .because(format!("region {at} has blocks of {} bytes", region.block_len))
         })?;
         // Without reordering, a sub-block is any range of bytes.
         let (heads, tokens) = match local.heads(at).per_rank(tp.size()) {
@@ -338,16 +342,4 @@ fn finishing(
     let heads_before_tokens = geometry.layout().heads_before_tokens();
     let groups = geometry.regions().iter().map(|region| region.group).collect();
     Ok(Some(Finishing { ratio, layout, heads_before_tokens, parts, shapes, groups }))
-}
-
-pub(super) fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    ErrorKind::Invalid.because(sentence)
-}
-
-pub(super) fn incompatible(sentence: String) -> Error {
-    ErrorKind::Incompatible.because(sentence)
-}
-
-fn unsupported(sentence: String) -> Error {
-    ErrorKind::Unsupported.because(sentence)
 }

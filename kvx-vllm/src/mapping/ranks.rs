@@ -2,7 +2,7 @@
 //! of them holds.
 
 use crate::ids::MAX_RANKS;
-use kvx_core::{Error, ErrorKind, Result};
+use kvx_core::{ErrorKind, Result};
 
 /// A rank's position in the tensor parallelism of its engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,7 +18,7 @@ impl Tp {
     pub fn new(rank: u32, size: u32) -> Result<Self> {
         check_size("tensor-parallel", size)?;
         if rank >= size {
-            return Err(invalid(format!(
+            return Err(ErrorKind::Invalid.because(format!(
                 "tensor-parallel rank {rank} of {size} does not exist: ranks count from 0"
             )));
         }
@@ -101,10 +101,10 @@ impl Mapping {
     pub fn new(consumer: Tp, producer_size: u32, producer_dcp: u32, heads: Heads) -> Result<Self> {
         let handshake = handshake_ranks(consumer, producer_size, producer_dcp)?;
         if heads == Heads::Sharded(0) {
-            return Err(invalid("a cache needs at least one KV head"));
+            return Err(ErrorKind::Invalid.because("a cache needs at least one KV head"));
         }
         if matches!(heads, Heads::Sharded(_)) && (consumer.dcp > 1 || producer_dcp > 1) {
-            return Err(invalid(
+            return Err(ErrorKind::Invalid.because(
                 "decode context parallelism with sharded heads is not supported: it is defined for MLA only",
             ));
         }
@@ -204,7 +204,8 @@ fn consumers(consumer: Tp, producer_size: u32, producer_dcp: u32) -> u32 {
 fn check_size(what: &str, size: u32) -> Result<()> {
     match size {
         1..=MAX_RANKS => Ok(()),
-        _ => Err(invalid(format!("{what} size {size} is not between 1 and {MAX_RANKS}"))),
+        _ => Err(ErrorKind::Invalid
+            .because(format!("{what} size {size} is not between 1 and {MAX_RANKS}"))),
     }
 }
 
@@ -212,7 +213,7 @@ fn check_dcp(size: u32, dcp: u32) -> Result<()> {
     if dcp == 1 || dcp == size {
         return Ok(());
     }
-    Err(invalid(format!(
+    Err(ErrorKind::Invalid.because(format!(
         "decode-context-parallel size {dcp} of {size} ranks: a cache is either whole on every rank (1) or spread \
          over all of them ({size})"
     )))
@@ -222,11 +223,8 @@ fn divides(what: &str, own: u32, theirs: u32) -> Result<()> {
     if own.is_multiple_of(theirs) || theirs.is_multiple_of(own) {
         return Ok(());
     }
-    Err(invalid(format!("{what} sizes {own} and {theirs}: one must be a multiple of the other")))
-}
-
-fn invalid(sentence: impl Into<std::borrow::Cow<'static, str>>) -> Error {
-    ErrorKind::Invalid.because(sentence)
+    Err(ErrorKind::Invalid
+        .because(format!("{what} sizes {own} and {theirs}: one must be a multiple of the other")))
 }
 
 #[cfg(test)]

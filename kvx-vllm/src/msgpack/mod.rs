@@ -5,10 +5,14 @@
 //! allocates, limits nesting, and rejects extension types.
 
 mod reader;
+#[cfg(feature = "protocol")]
+mod value;
 mod writer;
 
 /// The result of a reader's methods.
 pub type Result<T> = std::result::Result<T, crate::DecodeError>;
 
 pub use reader::MsgpackReader;
+#[cfg(feature = "protocol")]
+pub(crate) use value::MsgpackValue;
 pub use writer::MsgpackWriter;

@@ -63,7 +63,8 @@ pub struct RemoteBlocks {
     pub registration_generation: u64,
     /// The side that moves the data.
     pub mode: TransferMode,
-    /// The number of prompt tokens that the prefill instance found in its own cache.
+    /// The number of prompt tokens that the prefill instance found in its own cache: for statistics
+    /// only, and not signed.
     pub prefill_cached_tokens: Option<u64>,
     /// kvx only: the identity of the blocks' contents, as text.
     pub block_reference: Option<String>,

@@ -186,6 +186,27 @@ impl TransferParams {
         Ok(params)
     }
 
+    /// Returns the oldest version whose engines write these keys, so that their side channel can be
+    /// asked in a form that it survives.
+    pub fn version(&self) -> Version {
+        let has = |key: &str| self.rest.contains_key(key);
+        if matches!(self.block_id_form, BlockIdForm::Flat) {
+            Version::V0_16
+        } else if self.remote_registration_generation.is_some() {
+            Version::V0_33
+        } else if self.pp_size.is_some() {
+            Version::V0_29
+        } else if self.transfer_mode.is_some() {
+            Version::V0_28
+        } else if self.remote_blocks_expiry_time.is_some() || has("remote_blocks_expiry_time") {
+            Version::V0_26
+        } else if self.remote_num_tokens.is_some() {
+            Version::V0_21
+        } else {
+            Version::V0_20
+        }
+    }
+
     /// Returns the blocks that these parameters name, with everything that a load needs, in the
     /// mode that they name (pull if they name none).
     ///

@@ -6,6 +6,7 @@ use super::PushRegistration;
 
 const HEARTBEAT: &str = "HB:";
 const REGISTRATION: &[u8] = b"PUSH_REG:";
+const RELEASE: &str = "KVX_RELEASE:";
 
 /// A notification between two engines.
 ///
@@ -35,6 +36,17 @@ pub enum EngineNotification {
     },
     /// Blocks for the receiver to write into.
     Registration(Box<PushRegistration>),
+    /// No decode will fetch the blocks of a request. Only between kvx engines and routers that have
+    /// the fleet's secret: without one, routers send [`Done`](Self::Done). Created by
+    /// [`release`](Self::release).
+    #[non_exhaustive]
+    Release {
+        /// The request, by its id in the notified engine.
+        request_id: String,
+        /// The proof that the sender has the fleet's secret
+        /// ([`ParamsTrust::sign_release`](crate::engine::ParamsTrust::sign_release)).
+        proof: String,
+    },
 }
 
 impl EngineNotification {
@@ -57,6 +69,17 @@ impl EngineNotification {
         }
         checked(&request_id)?;
         Ok(EngineNotification::Done { request_id, count })
+    }
+
+    /// Creates the notification that no decode will fetch the blocks of a request.
+    ///
+    /// # Errors
+    ///
+    /// An id that would be read as another notification.
+    pub fn release(request_id: impl Into<String>, proof: impl Into<String>) -> Result<Self> {
+        let request_id = request_id.into();
+        checked(&request_id)?;
+        Ok(EngineNotification::Release { request_id, proof: proof.into() })
     }
 
     /// Creates the notification that this engine still waits for these requests.
@@ -122,6 +145,9 @@ impl EngineNotification {
             EngineNotification::Registration(registration) => {
                 [REGISTRATION, &registration.encode()].concat()
             }
+            EngineNotification::Release { request_id, proof } => {
+                format!("{RELEASE}{proof}:{request_id}").into_bytes()
+            }
         }
     }
 
@@ -146,6 +172,15 @@ impl EngineNotification {
             return Self::heartbeat(ids.split(','))
                 .map_err(|_| malformed("a heartbeat with an empty id"));
         }
+        if let Some(release) = text.strip_prefix(RELEASE) {
+            // The proof has one colon, and a request id may have some.
+            let parts = release.splitn(3, ':').collect::<Vec<_>>();
+            let [expires, mac, request_id] = parts[..] else {
+                return Err(malformed("a release without a proof or a request"));
+            };
+            return Self::release(request_id, format!("{expires}:{mac}"))
+                .map_err(|_| malformed("no request id"));
+        }
         let (request_id, count) =
             text.rsplit_once(':').ok_or_else(|| malformed("neither a request nor a heartbeat"))?;
         let count = match count.as_bytes() {
@@ -161,7 +196,8 @@ fn checked(request_id: &str) -> Result<()> {
     if request_id.is_empty() {
         return Err(invalid(request_id, "it is empty"));
     }
-    if request_id.starts_with(HEARTBEAT) || request_id.as_bytes().starts_with(REGISTRATION) {
+    let starts = |with: &[u8]| request_id.as_bytes().starts_with(with);
+    if starts(HEARTBEAT.as_bytes()) || starts(REGISTRATION) || starts(RELEASE.as_bytes()) {
         return Err(invalid(request_id, "it would be read as another notification"));
     }
     Ok(())

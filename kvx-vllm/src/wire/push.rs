@@ -3,8 +3,8 @@
 
 use kvx_core::Result;
 
-use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
-use crate::wire::record::{Record, RecordFields, Shape};
+use crate::msgpack::{self, MsgpackReader, MsgpackValue, MsgpackWriter};
+use crate::wire::record::{Record as _, RecordFields, Shape, record};
 
 const WHAT: &str = "push registration";
 
@@ -72,19 +72,17 @@ impl PushGrant {
         Ok(PushGrant { pp, tp, regions })
     }
 
-    pub(crate) fn write(&self, writer: &mut MsgpackWriter) {
-        writer.array(3);
-        writer.unsigned(self.pp.into());
-        writer.unsigned(self.tp.into());
-        Self::write_regions(writer, &self.regions);
-    }
-
     pub(crate) fn read_regions(reader: &mut MsgpackReader<'_>) -> msgpack::Result<Vec<Vec<u8>>> {
         reader.list(Self::MAX_REGIONS, |reader| Ok(reader.binary()?.to_vec()))
     }
+}
 
-    pub(crate) fn write_regions(writer: &mut MsgpackWriter, regions: &[Vec<u8>]) {
-        writer.list(regions, |writer, region| writer.binary(region));
+impl MsgpackValue for PushGrant {
+    fn write_to(&self, writer: &mut MsgpackWriter) {
+        writer.array(3);
+        self.pp.write_to(writer);
+        self.tp.write_to(writer);
+        self.regions.write_to(writer);
     }
 }
 
@@ -138,89 +136,33 @@ impl PushRegistration {
             decode_host: fields.optional("decode_host", MsgpackReader::owned_text)?,
             decode_port: fields.optional("decode_port", MsgpackReader::port)?,
             decode_tp_size: fields.optional("decode_tp_size", MsgpackReader::size)?,
-            local_block_ids: fields.optional("local_block_ids", groups)?.unwrap_or_default(),
+            local_block_ids: fields.or_default("local_block_ids", groups)?,
             remote_engine_id: fields.optional("remote_engine_id", MsgpackReader::owned_text)?,
             remote_host: fields.optional("remote_host", MsgpackReader::owned_text)?,
             remote_port: fields.optional("remote_port", MsgpackReader::port)?,
             remote_tp_size: fields.optional("remote_tp_size", MsgpackReader::size)?,
             remote_pp_size: fields.optional("remote_pp_size", MsgpackReader::size)?,
             kvx_grants: fields
-                .optional("kvx_grants", |reader| reader.list(PushGrant::MAX, PushGrant::read))?
-                .unwrap_or_default(),
+                .or_default("kvx_grants", |reader| reader.list(PushGrant::MAX, PushGrant::read))?,
             kvx_registration: fields.optional("kvx_registration", MsgpackReader::unsigned)?,
             shape: fields.shape(),
         })
     }
 }
 
-impl Record for PushRegistration {
-    const KEYS: &'static [&'static str] = &[
-        "request_id",
-        "decode_engine_id",
-        "decode_host",
-        "decode_port",
-        "decode_tp_size",
-        "local_block_ids",
-        "remote_engine_id",
-        "remote_host",
-        "remote_port",
-        "remote_tp_size",
-        "remote_pp_size",
-        "kvx_grants",
-        "kvx_registration",
-    ];
-
-    fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    fn is_default(&self, key: &str) -> bool {
-        match key {
-            "decode_engine_id" => self.decode_engine_id.is_none(),
-            "decode_host" => self.decode_host.is_none(),
-            "decode_port" => self.decode_port.is_none(),
-            "decode_tp_size" => self.decode_tp_size.is_none(),
-            "remote_engine_id" => self.remote_engine_id.is_none(),
-            "remote_host" => self.remote_host.is_none(),
-            "remote_port" => self.remote_port.is_none(),
-            "remote_tp_size" => self.remote_tp_size.is_none(),
-            "remote_pp_size" => self.remote_pp_size.is_none(),
-            "kvx_grants" => self.kvx_grants.is_empty(),
-            "kvx_registration" => self.kvx_registration.is_none(),
-            _ => false,
-        }
-    }
-
-    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
-        let text = |writer: &mut MsgpackWriter, text: &Option<String>| {
-            writer.optional(text.as_deref(), MsgpackWriter::text)
-        };
-        let port = |writer: &mut MsgpackWriter, port: Option<u16>| {
-            writer.optional(port.as_ref(), |writer, port| writer.unsigned((*port).into()));
-        };
-        let size = |writer: &mut MsgpackWriter, size: Option<u32>| {
-            writer.optional(size.as_ref(), |writer, size| writer.unsigned((*size).into()));
-        };
-        match key {
-            "request_id" => writer.text(&self.request_id),
-            "decode_engine_id" => text(writer, &self.decode_engine_id),
-            "decode_host" => text(writer, &self.decode_host),
-            "decode_port" => port(writer, self.decode_port),
-            "decode_tp_size" => size(writer, self.decode_tp_size),
-            "local_block_ids" => writer.list(&self.local_block_ids, |writer, group| {
-                writer.list(group, |writer, id| writer.unsigned((*id).into()));
-            }),
-            "remote_engine_id" => text(writer, &self.remote_engine_id),
-            "remote_host" => text(writer, &self.remote_host),
-            "remote_port" => port(writer, self.remote_port),
-            "remote_tp_size" => size(writer, self.remote_tp_size),
-            "remote_pp_size" => size(writer, self.remote_pp_size),
-            "kvx_grants" => writer.list(&self.kvx_grants, |writer, grant| grant.write(writer)),
-            "kvx_registration" => writer
-                .optional(self.kvx_registration.as_ref(), |writer, number| {
-                    writer.unsigned(*number)
-                }),
-            other => unreachable!("{other} is not a key of a {WHAT}"),
-        }
-    }
+record! {
+    PushRegistration as registration:
+    "request_id" => request_id,
+    "decode_engine_id" => decode_engine_id or None,
+    "decode_host" => decode_host or None,
+    "decode_port" => decode_port or None,
+    "decode_tp_size" => decode_tp_size or None,
+    "local_block_ids" => local_block_ids,
+    "remote_engine_id" => remote_engine_id or None,
+    "remote_host" => remote_host or None,
+    "remote_port" => remote_port or None,
+    "remote_tp_size" => remote_tp_size or None,
+    "remote_pp_size" => remote_pp_size or None,
+    "kvx_grants" => kvx_grants or Vec::new(),
+    "kvx_registration" => kvx_registration or None,
 }

@@ -151,6 +151,15 @@ impl<'a> RecordFields<'a> {
         self.shape.unknown().any(|(unknown, _)| unknown == key)
     }
 
+    /// Reads the field if it is present. An absent one has the default value of its type.
+    pub(in crate::wire) fn or_default<T: Default>(
+        &self,
+        key: &'static str,
+        read: impl FnOnce(&mut MsgpackReader<'a>) -> Result<T>,
+    ) -> Result<T> {
+        Ok(self.optional(key, read)?.unwrap_or_default())
+    }
+
     /// Returns the shape of the map.
     pub(in crate::wire) fn shape(self) -> Shape {
         self.shape
@@ -198,3 +207,40 @@ pub(in crate::wire) trait Record {
         writer.into_bytes()
     }
 }
+
+/// Compares two values of one type.
+pub(in crate::wire) fn is_equal<T: PartialEq>(one: &T, other: &T) -> bool {
+    one == other
+}
+
+/// Implements [`Record`] for a message by a table of its keys: the field of each, and the value
+/// with which a message may omit it. The value may refer to other fields of the `$message`.
+macro_rules! record {
+    ($Message:ident as $message:ident: $($key:expr => $field:ident $(or $default:expr)?,)*) => {
+        impl $crate::wire::record::Record for $Message {
+            const KEYS: &'static [&'static str] = &[$($key),*];
+
+            fn shape(&self) -> &$crate::wire::record::Shape {
+                &self.shape
+            }
+
+            fn is_default(&self, key: &str) -> bool {
+                let $message = self;
+                $($(if key == $key {
+                    return $crate::wire::record::is_equal(&$message.$field, &$default);
+                })?)*
+                false
+            }
+
+            fn write(&self, key: &str, writer: &mut $crate::msgpack::MsgpackWriter) {
+                use $crate::msgpack::MsgpackValue as _;
+                $(if key == $key {
+                    return self.$field.write_to(writer);
+                })*
+                unreachable!("{key} is not a key of this message")
+            }
+        }
+    };
+}
+
+pub(in crate::wire) use record;

@@ -41,6 +41,14 @@ pub enum SocketType {
     Dealer,
     /// Replies to both of the others.
     Router,
+    /// Sends each message to all subscribers of its topic.
+    Pub,
+    /// Receives the messages of the topics that it has subscribed to.
+    Sub,
+    /// A [`Pub`](SocketType::Pub) whose program sees subscriptions.
+    XPub,
+    /// A [`Sub`](SocketType::Sub) whose program sends subscriptions.
+    XSub,
 }
 
 impl SocketType {
@@ -50,19 +58,30 @@ impl SocketType {
             SocketType::Req => "REQ",
             SocketType::Dealer => "DEALER",
             SocketType::Router => "ROUTER",
+            SocketType::Pub => "PUB",
+            SocketType::Sub => "SUB",
+            SocketType::XPub => "XPUB",
+            SocketType::XSub => "XSUB",
         }
     }
 
     /// Parses a name. Returns `None` for other socket types.
     pub fn parse(name: &[u8]) -> Option<Self> {
-        [SocketType::Req, SocketType::Dealer, SocketType::Router]
+        use SocketType::{Dealer, Pub, Req, Router, Sub, XPub, XSub};
+        [Req, Dealer, Router, Pub, Sub, XPub, XSub]
             .into_iter()
             .find(|kind| kind.as_str().as_bytes() == name)
     }
 
     /// Returns whether sockets of the two types may connect here.
     pub fn speaks_with(self, other: SocketType) -> bool {
-        (self == SocketType::Router) != (other == SocketType::Router)
+        use SocketType::{Dealer, Pub, Req, Router, Sub, XPub, XSub};
+        match self {
+            Req | Dealer => other == Router,
+            Router => matches!(other, Req | Dealer),
+            Pub | XPub => matches!(other, Sub | XSub),
+            Sub | XSub => matches!(other, Pub | XPub),
+        }
     }
 }
 

@@ -304,3 +304,15 @@ fn request_ids_fit_in_headers_and_heartbeats() {
     assert_eq!(made.as_str(), "ffffffff-ffff-4fff-bfff-ffffffffffff");
     assert_eq!(XRequestId::new(made.as_str()).unwrap(), made);
 }
+
+/// vLLM's listener ends on a question in another version's form.
+#[test]
+fn the_keys_tell_in_which_form_an_engine_is_asked() {
+    for version in Version::SPOKEN {
+        let params = TransferParams::prefilled(remote(), version);
+        let read = TransferParams::from_value(&written(&params, version)).unwrap();
+        assert!(read.version() <= version, "{version}");
+        let asks = |version: Version| version.asks_for_pipeline_rank();
+        assert_eq!(asks(read.version()), asks(version), "{version}: {:?}", read.version());
+    }
+}

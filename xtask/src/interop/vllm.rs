@@ -24,8 +24,8 @@ pub(crate) struct Options {
     #[arg(long, conflicts_with = "model_config")]
     kvx: bool,
     /// The connector of the fleet; mooncake has the part `bare` too, and kvx is kvx's own, in an
-    /// unpatched vLLM (parts SHM, TCP, serve, stock, proxy, unit, times,
-    /// wrong); neither goes with --kvx
+    /// unpatched vLLM (parts SHM, TCP, serve, stock, proxy, unit, versions, overhead,
+    /// times, wrong); neither goes with --kvx
     #[arg(long, value_enum, default_value_t = Connector::Nixl)]
     connector: Connector,
     /// Install and build what it needs, and run nothing
@@ -152,6 +152,27 @@ mod tests {
                 let known = ["name", "block_size", "backend"].contains(&&**field);
                 assert!(known || shape.contains(&&**field), "{field}");
             }
+        }
+    }
+
+    #[test]
+    fn the_tested_versions_of_vllm_are_the_same_everywhere() {
+        let quoted = |text: &str, begin: &str, end: &str| -> Vec<String> {
+            let (listed, _) = text.split_once(begin).unwrap().1.split_once(end).unwrap();
+            listed.split('"').skip(1).step_by(2).map(str::to_owned).collect()
+        };
+        let class = text(&root().join("kvx-python/python/kvx/vllm.py"));
+        let tested = quoted(&class, "\nTESTED = (", ")");
+        let scripts = text(&script("versions.py")).replace("INSTALLED:", "\"0.32.0\":");
+        let run = quoted(&scripts, "\nVERSIONS = {", "}");
+        let run: Vec<_> = run.iter().step_by(2).filter_map(|full| full.rsplit_once('.')).collect();
+        assert_eq!(run.iter().map(|(version, _)| *version).collect::<Vec<_>>(), tested);
+        let page = text(&root().join("docs/operations/vllm-connector.md"));
+        for version in &tested {
+            assert!(
+                page.contains(&format!("| {version}.0 |")),
+                "the page has no row for {version}"
+            );
         }
     }
 

@@ -16,7 +16,7 @@ use super::handshake::{
     ANSWER_TIMEOUT, JOIN_TIMEOUT, JoinRequest, KEEP_ALIVE, RETRY_INTERVAL, check_reach,
     read_message, write_message,
 };
-use super::noise::{self, Connection};
+use super::noise::{self, Connection, Role};
 use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
@@ -103,7 +103,7 @@ pub(super) async fn join(
         ))
     };
     let (stream, refused): (_, Option<String>) = timeout(ANSWER_TIMEOUT, async {
-        let mut stream = noise::connect(stream, secret).await?;
+        let mut stream = noise::authenticate(stream, secret, Role::Host).await?;
         let refused = match write_message(&mut stream, joining).await {
             Ok(()) => read_message(&mut stream).await,
             Err(why) => Err(why),

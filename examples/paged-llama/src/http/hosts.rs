@@ -28,7 +28,7 @@ use super::handshake::{
     write_message,
 };
 use super::metrics::merge;
-use super::noise;
+use super::noise::{self, Role};
 use crate::kv::Secret;
 use crate::model::{ModelError, Result};
 
@@ -125,7 +125,7 @@ impl Hosts {
     /// Lets a host join. Sets `known` once the peer has sent a request to join. With a secret, this
     /// proves it: a recorded first message of Noise can be repeated, but not what follows.
     async fn admit(&self, stream: TcpStream, known: &AtomicBool) -> Result<Range<usize>> {
-        let mut stream = noise::accept(stream, self.secret.as_ref()).await?;
+        let mut stream = noise::authenticate(stream, self.secret.as_ref(), Role::Head).await?;
         let joining: JoinRequest = read_message(&mut stream).await?;
         known.store(true, Ordering::Relaxed);
         let refused = self.refusal(&joining);

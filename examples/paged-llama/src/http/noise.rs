@@ -27,41 +27,41 @@ pub(super) trait Connection: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Connection for T {}
 
-/// Authenticates with the head, as the host that has connected.
-pub(super) async fn connect(
-    mut stream: TcpStream,
-    secret: Option<&Secret>,
-) -> Result<Box<dyn Connection>> {
-    stream.set_nodelay(true).map_err(ModelError::of)?;
-    let Some(secret) = secret else { return Ok(Box::new(stream)) };
-    let mut handshake =
-        NoiseHandshake::initiator(&derive_key(secret, LABEL), LABEL).map_err(ModelError::of)?;
-    write_message(&mut stream, &mut handshake).await?;
-    if read_message(&mut stream, &mut handshake).await {
-        return Ok(Box::new(seal(stream, handshake.seals())));
-    }
-    Err(ModelError::new(
-        "the head has not proven to have this fleet's secret: start it with the same \
-         KVX_SECRET_FILE as this host",
-    ))
+/// An end of a connection.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Role {
+    /// The end that has connected.
+    Host,
+    /// The end that has accepted.
+    Head,
 }
 
-/// Authenticates a host, as the head. A peer without the secret gets no answer.
-pub(super) async fn accept(
+/// Authenticates the peer, as this end of the connection. A host without the secret gets no answer.
+pub(super) async fn authenticate(
     mut stream: TcpStream,
     secret: Option<&Secret>,
+    role: Role,
 ) -> Result<Box<dyn Connection>> {
     stream.set_nodelay(true).map_err(ModelError::of)?;
     let Some(secret) = secret else { return Ok(Box::new(stream)) };
-    let mut handshake =
-        NoiseHandshake::responder(&derive_key(secret, LABEL), LABEL).map_err(ModelError::of)?;
-    if !read_message(&mut stream, &mut handshake).await {
-        return Err(ModelError::new(
-            "the host has not proven to have this fleet's secret: start it with the same \
-             KVX_SECRET_FILE as its head",
-        ));
+    let key = derive_key(secret, LABEL);
+    let (handshake, peer, own) = match role {
+        Role::Host => (NoiseHandshake::initiator(&key, LABEL), "head", "this host"),
+        Role::Head => (NoiseHandshake::responder(&key, LABEL), "host", "its head"),
+    };
+    let mut handshake = handshake.map_err(ModelError::of)?;
+    if role == Role::Host {
+        write_message(&mut stream, &mut handshake).await?;
     }
-    write_message(&mut stream, &mut handshake).await?;
+    if !read_message(&mut stream, &mut handshake).await {
+        return Err(ModelError::new(format!(
+            "the {peer} has not proven to have this fleet's secret: start it with the same \
+             KVX_SECRET_FILE as {own}"
+        )));
+    }
+    if role == Role::Head {
+        write_message(&mut stream, &mut handshake).await?;
+    }
     Ok(Box::new(seal(stream, handshake.seals())))
 }
 
@@ -136,7 +136,10 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (accepted, _) = listener.accept().await.unwrap();
-        tokio::join!(connect(stream, host), accept(accepted, head))
+        tokio::join!(
+            authenticate(stream, host, Role::Host),
+            authenticate(accepted, head, Role::Head)
+        )
     }
 
     #[tokio::test]

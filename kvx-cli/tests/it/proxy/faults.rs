@@ -358,7 +358,7 @@ pub(crate) async fn the_last_instance_of_a_pool_is_not_ejected_for_its_latency()
 
 /// A server that answers every `GET` with `{}`, until it stops accepting connections: then its
 /// backlog is full.
-struct Deaf {
+pub(crate) struct Deaf {
     listener: Arc<TcpListener>,
     answers: tokio::task::JoinHandle<()>,
     /// Stops the accept loop.
@@ -367,7 +367,7 @@ struct Deaf {
 }
 
 impl Deaf {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
         let socket = TcpSocket::new_v4().unwrap();
         socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
         let listener = Arc::new(socket.listen(1).unwrap());
@@ -391,12 +391,12 @@ impl Deaf {
         Deaf { listener, answers, no_more, waiting: Vec::new() }
     }
 
-    fn url(&self) -> String {
+    pub(crate) fn url(&self) -> String {
         format!("http://{}", self.listener.local_addr().unwrap())
     }
 
     /// Fills the backlog, so that connection attempts time out from now on.
-    async fn take_none(&mut self) {
+    pub(crate) async fn take_none(&mut self) {
         // Requests in progress are still answered: breaking them off would be another fault.
         self.no_more.notify_one();
         let answered = tokio::time::timeout(CUT_OFF, &mut self.answers).await;

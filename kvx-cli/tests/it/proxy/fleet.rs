@@ -29,9 +29,14 @@ pub(crate) struct Proxy {
 impl Proxy {
     /// Starts it with these arguments and variables, and returns once it listens.
     pub(crate) fn start(arguments: &[&str], variables: &[(&str, &str)]) -> Self {
-        let mut process = Command::new(env!("CARGO_BIN_EXE_kvx"))
-            .arg("proxy")
-            .args(arguments)
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
+        command.arg("proxy").args(arguments);
+        Proxy::spawn(command, variables)
+    }
+
+    /// Starts a command that becomes `kvx proxy`.
+    pub(crate) fn spawn(mut command: Command, variables: &[(&str, &str)]) -> Self {
+        let mut process = command
             .env_remove("OPENAI_API_KEY")
             .env_remove("ADMIN_API_KEY")
             .envs(variables.iter().copied())

@@ -13,13 +13,14 @@ mod endpoints;
 mod errors;
 mod explain;
 mod fallback;
-mod faults;
+pub(crate) mod faults;
 pub(crate) mod fleet;
 mod instances;
 mod load;
 mod page;
 mod passing;
 mod recipes;
+mod replay;
 mod security;
 mod signals;
 mod tls;
@@ -46,11 +47,19 @@ fn trial<F: Future<Output = ()>>(name: &str, test: impl FnOnce() -> F + Send + '
 }
 
 pub(crate) fn run<F: Future<Output = ()>>(test: impl FnOnce() -> F) -> Result<(), Failure> {
+    run_within(LIMIT, test)
+}
+
+/// Runs a test that may take this long.
+pub(crate) fn run_within<F: Future<Output = ()>>(
+    limit: Duration,
+    test: impl FnOnce() -> F,
+) -> Result<(), Failure> {
     // The test waits for its instances without yielding; connections proceed on the other thread.
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-    let ended = runtime.block_on(async { tokio::time::timeout(LIMIT, test()).await });
-    ended.map_err(|_| Failure::new(format!("it has not ended within {LIMIT:?}")))
+    let ended = runtime.block_on(async { tokio::time::timeout(limit, test()).await });
+    ended.map_err(|_| Failure::new(format!("it has not ended within {limit:?}")))
 }
 
 /// The trial with many connections, in a process with a raised limit of descriptors.
@@ -116,6 +125,13 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             compare_counts_equal_errors_as_equal_and_says_so;
         errors: name_no_instance_but_the_log_and_the_status_do;
         explain: says_where_a_request_goes_and_why, needs_the_key;
+        replay:
+            a_recording_has_lengths_and_keyed_hashes_but_no_text, a_replay_sends_what_was_recorded,
+            a_seed_makes_the_same_requests_and_a_trace_of_mooncake_plays,
+            outcomes_of_failures_are_recorded, a_full_disk_ends_the_recording_and_no_request,
+            a_restart_adds_to_the_recording_and_its_size_is_limited,
+            malformed_files_are_refused_with_the_line,
+            a_replay_compares_two_endpoints_and_writes_a_page;
         fallback:
             is_off_by_default_and_503_names_the_missing_side, lets_decodes_compute_prompts_and_says_so,
             has_a_cap;

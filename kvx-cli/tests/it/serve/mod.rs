@@ -11,6 +11,8 @@ pub(crate) mod hosts;
 mod matrix;
 mod program;
 mod ranks;
+#[cfg(feature = "release")]
+mod releases;
 pub(crate) mod server;
 pub(crate) mod transfers;
 

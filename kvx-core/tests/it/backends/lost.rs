@@ -6,123 +6,14 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context as TaskContext, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use kvx_core::backend::{
-    AutoOpen, Availability, BoundPlan, Context, Events, Factory, Link, LinkId, LinkState,
-    LocalRegion, PeerSection, Placement, RegionSpec, RemoteRegion, RemoteSpec, Ticket, Transport,
-    Unavailable,
-};
-use kvx_core::{
-    Agent, Capabilities, ErrorKind, Grid, Memory, Options, Peer, Plan, Region, Registry, Result,
-    TransferId,
-};
-use kvx_testkit::test;
-
-use super::still::availability;
+use kvx_core::backend::{Events, LinkId, LinkState};
+use kvx_core::{Agent, ErrorKind, Grid, Memory, Peer, Plan, Region, Registry, Result};
+use kvx_testkit::{StillBackend, test};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The links that transports were asked for, with the receiver of their reports.
 type Links = Arc<Mutex<Vec<(LinkId, Arc<dyn Events>)>>>;
-
-/// A backend whose links come up only when the test reports it.
-struct Silent(Links);
-
-impl Factory for Silent {
-    fn name(&self) -> &'static str {
-        "SILENT"
-    }
-
-    fn placement(&self) -> Placement {
-        Placement { order: 0, auto_open: AutoOpen::Open, speaks_for: &[] }
-    }
-
-    fn available(&self, _: &Options) -> Result<Availability, Unavailable> {
-        Ok(availability())
-    }
-
-    fn open(&self, context: Context) -> Result<Arc<dyn Transport>> {
-        let capabilities = Arc::new(availability().capabilities);
-        Ok(Arc::new(Opened { links: Arc::clone(&self.0), events: context.events, capabilities }))
-    }
-}
-
-struct Opened {
-    links: Links,
-    events: Arc<dyn Events>,
-    capabilities: Arc<Capabilities>,
-}
-
-// SAFETY: it touches no memory.
-unsafe impl Transport for Opened {
-    fn capabilities(&self) -> &Capabilities {
-        &self.capabilities
-    }
-
-    fn address(&self) -> Result<Vec<u8>> {
-        Ok(Vec::new())
-    }
-
-    fn register(&self, _: RegionSpec) -> Result<Arc<dyn LocalRegion>> {
-        Ok(Arc::new(Nothing))
-    }
-
-    fn link(&self, id: LinkId, _: PeerSection<'_>) -> Result<Arc<dyn Link>> {
-        self.links.lock().unwrap().push((id, Arc::clone(&self.events)));
-        Ok(Arc::new(SilentLink(Arc::clone(&self.capabilities))))
-    }
-
-    fn shutdown(&self, done: Ticket) {
-        done.settle(Ok(()));
-    }
-}
-
-struct Nothing;
-
-impl LocalRegion for Nothing {
-    fn export(&self) -> &[u8] {
-        &[]
-    }
-
-    fn revoke(&self, done: Ticket) {
-        done.settle(Ok(()));
-    }
-}
-
-impl RemoteRegion for Nothing {}
-
-struct SilentLink(Arc<Capabilities>);
-
-// SAFETY: it touches no memory.
-unsafe impl Link for SilentLink {
-    fn capabilities(&self) -> Arc<Capabilities> {
-        Arc::clone(&self.0)
-    }
-
-    fn describe(&self) -> String {
-        String::new()
-    }
-
-    fn update(&self, _: PeerSection<'_>) -> Result<()> {
-        Ok(())
-    }
-
-    fn import(&self, _: RemoteSpec<'_>) -> Result<Arc<dyn RemoteRegion>> {
-        Ok(Arc::new(Nothing))
-    }
-
-    fn post(&self, plan: Arc<BoundPlan>, _: TransferId, done: Ticket) {
-        drop(plan);
-        done.settle(Ok(()));
-    }
-
-    fn notify(&self, _: &[u8], done: Ticket) {
-        done.settle(Ok(()));
-    }
-
-    fn cancel(&self, _: TransferId) {}
-
-    fn close(&self) {}
-}
 
 /// Reports a state of the link that was asked for last.
 fn report(links: &Links, state: LinkState) {
@@ -151,7 +42,10 @@ fn error_now<T>(future: impl Future<Output = Result<T>>) -> ErrorKind {
 fn an_unanswered_probe_delays_posts_once_and_its_late_answer_counts() {
     let links = Links::default();
     let mut registry = Registry::new();
-    registry.add(Silent(Arc::clone(&links))).unwrap();
+    // The links come up only when the test reports it.
+    let asked = Arc::clone(&links);
+    let on_link = move |id, events| asked.lock().unwrap().push((id, events));
+    registry.add(StillBackend::new("SILENT", on_link, drop)).unwrap();
     let agent = |name| Agent::builder(name).registry(registry.clone()).build().unwrap();
     let (near_agent, far_agent) = (agent("near"), agent("far"));
     let register = |agent: &Agent| agent.register("kv", Memory::pool(4096).build().unwrap());

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use kvx_core::backend::Ticket;
 use kvx_core::{Completion, DeviceAccess as _, Grid, Memory, Plan};
 use kvx_gpu::{Device, DevicePtr};
-use kvx_testkit::Child;
+use kvx_testkit::{Child, hex, unhex};
 
 use super::forgery::{agent, agent_over};
 use super::roles::{hear, say};
-use super::sharing::{Owner, hex, unhex};
+use super::sharing::Owner;
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled, until};
 
 pub(crate) const TESTS: &[(&str, Test)] = &[

@@ -8,10 +8,10 @@ use kvx_core::backend::wire::Writer as _;
 use kvx_core::backend::{Direction, IpcHandle, LinkProcess, Piece, Ticket};
 use kvx_core::{Agent, DeviceAccess, DeviceId, Grid, Memory, MemoryKind, Plan, Result};
 use kvx_gpu::Device;
-use kvx_testkit::Child;
+use kvx_testkit::{Child, hex, unhex};
 
 use super::roles::{hear, say};
-use super::sharing::{Owner, hex, unhex};
+use super::sharing::Owner;
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern};
 use crate::native::registry;
 

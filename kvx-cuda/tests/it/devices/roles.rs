@@ -3,7 +3,7 @@
 use std::io::{BufRead as _, Write as _};
 use std::sync::Arc;
 
-use super::sharing::{ProcessHandle, SHARED, hex, map_anothers, owned, read, sum, unhex};
+use super::sharing::{ProcessHandle, SHARED, map_anothers, owned, read, sum};
 use super::{
     Bench, Maker, all_of, arrival, blocking, errors, filled, forgery, kernels, memory, settled,
     tickets, with_a_device,
@@ -13,6 +13,7 @@ use kvx_core::backend::IpcHandle;
 use kvx_core::{DeviceId, ErrorKind};
 use kvx_gpu::kernels::Swap;
 use kvx_gpu::{BlockSelection, DevicePtr, StridedBlocks};
+use kvx_testkit::{hex, unhex};
 
 /// Plays a role; ends together with its parent, or when the parent requests it.
 pub(crate) fn play(maker: &'static Maker, role: &str) {

@@ -7,7 +7,7 @@ use kvx_core::DeviceAccess as _;
 use kvx_core::backend::{Hop, IpcHandle, LinkProcess};
 use kvx_core::{DeviceId, ErrorKind, Memory, MemoryKind, Result};
 use kvx_gpu::Device;
-use kvx_testkit::Child;
+use kvx_testkit::{Child, hex, unhex};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::{Bench, LONG, ROLE, Test, all_of, filled, pattern, settled, until};
@@ -88,16 +88,6 @@ impl Owner {
     fn read(&self, bench: &Bench<'_>) -> Result<Vec<u8>> {
         read(bench, &self.process, self.device, &self.handle)
     }
-}
-
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-pub(crate) fn unhex(text: &str) -> Vec<u8> {
-    (0..text.len() / 2)
-        .map(|at| u8::from_str_radix(&text[2 * at..][..2], 16).expect("hex"))
-        .collect()
 }
 
 /// Returns the content of an owner's pool, from the offset that it shares.

@@ -67,22 +67,28 @@ unsafe extern "C" fn all_is_completed(
     0
 }
 
-unsafe extern "C" fn the_second_to_another_address(
-    engine: *mut c_void,
-    batch: u64,
-    requests: *mut transfer_request,
-    count: usize,
-) -> c_int {
-    // SAFETY: the caller passes that many requests, which may be changed.
-    unsafe {
-        if let Some(second) = std::slice::from_raw_parts_mut(requests, count).get_mut(1) {
+/// A change of the requests of a batch before the real engine gets them.
+trait RequestChange {
+    fn change(requests: &mut [transfer_request]);
+}
+
+struct SecondToAnotherAddress;
+impl RequestChange for SecondToAnotherAddress {
+    fn change(requests: &mut [transfer_request]) {
+        if let Some(second) = requests.get_mut(1) {
             second.target_offset += 1;
         }
-        (real_functions().submitTransfer)(engine, batch, requests, count)
     }
 }
 
-unsafe extern "C" fn writes_read(
+struct WritesRead;
+impl RequestChange for WritesRead {
+    fn change(requests: &mut [transfer_request]) {
+        requests.iter_mut().for_each(|request| request.opcode = 0);
+    }
+}
+
+unsafe extern "C" fn submit_changed<C: RequestChange>(
     engine: *mut c_void,
     batch: u64,
     requests: *mut transfer_request,
@@ -91,9 +97,7 @@ unsafe extern "C" fn writes_read(
     // SAFETY: the caller passes that many requests, which may be changed; both ends of every
     // request are memory of the self-test.
     unsafe {
-        for request in std::slice::from_raw_parts_mut(requests, count) {
-            request.opcode = 0;
-        }
+        C::change(std::slice::from_raw_parts_mut(requests, count));
         (real_functions().submitTransfer)(engine, batch, requests, count)
     }
 }
@@ -219,9 +223,10 @@ fn an_engine_that_answers_wrongly_is_rejected_with_the_reason() {
     refused(functions, whole, &["batch's state", "Completed(16)"]);
     let silent = adapter_bindings::Functions { kvx_mooncake_error: no_reason, ..of_adapter };
     refused(functions, silent, &["not there", "no text"]);
-    let misplaced = Functions { submitTransfer: the_second_to_another_address, ..functions };
+    let misplaced =
+        Functions { submitTransfer: submit_changed::<SecondToAnotherAddress>, ..functions };
     refused(misplaced, of_adapter, &["reading: byte 5000 is"]);
-    let reads = Functions { submitTransfer: writes_read, ..functions };
+    let reads = Functions { submitTransfer: submit_changed::<WritesRead>, ..functions };
     refused(reads, of_adapter, &["writing: byte 11 is"]);
     refused(
         Functions { openSegmentNoCache: no_segment, ..functions },

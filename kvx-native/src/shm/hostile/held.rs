@@ -9,16 +9,15 @@ use std::time::{Duration, Instant};
 use kvx_backend::control::violations::greet;
 use kvx_backend::control::{ControlMessage as Shared, HeldBytes};
 use kvx_backend::reactor::Outbox;
-use kvx_core::backend::sync::Mutex;
 use kvx_core::backend::{
-    Context, Direction, Events, Invitation, IpcHandle, LinkId, LinkProcess, LinkState,
-    MemoryReceiver, Piece, PlacedGrid, QueueFull, RegionKey, RegionSpec, Ticket,
+    Context, Events, Invitation, IpcHandle, LinkId, LinkState, PlacedGrid, QueueFull, RegionKey,
+    RegionSpec,
 };
 use kvx_core::{
-    DeviceAccess, DeviceId, ErrorKind, Grid, Identity, Incarnation, Memory, MemoryKind, Options,
+    DeviceAccess as _, ErrorKind, Grid, Identity, Incarnation, Memory, MemoryKind, Options,
     RegionId, Result, Sender,
 };
-use kvx_testkit::newcomers_amid;
+use kvx_testkit::{TestDevice, newcomers_amid};
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -211,52 +210,15 @@ fn a_process_lends_a_bounded_number_of_mappings_over_all_its_connections() {
     assert!(is_served(&mut machine, &others[0]));
 }
 
-/// A device whose driver opens memory only after a long kernel.
-#[derive(Default)]
-struct BusyDevice(Mutex<Vec<MemoryReceiver>>);
-
-// SAFETY: it accesses no memory.
-unsafe impl DeviceAccess for BusyDevice {
-    fn kind(&self) -> MemoryKind {
-        MemoryKind::Cuda
-    }
-
-    fn device(&self) -> DeviceId {
-        DeviceId([1; 16])
-    }
-
-    fn ordinal(&self) -> u32 {
-        0
-    }
-
-    fn pinned(&self, len: usize) -> Result<Memory> {
-        Ok(Memory::owned(vec![0; len]))
-    }
-
-    unsafe fn copy(&self, _: Direction, _: &[Piece], done: Ticket) {
-        done.settle(Ok(()));
-    }
-
-    fn open_later(
-        self: Arc<Self>,
-        _: DeviceId,
-        _: LinkProcess<'_>,
-        _: &IpcHandle,
-        _: usize,
-        done: MemoryReceiver,
-    ) {
-        self.0.lock().push(done);
-    }
-}
-
 #[test]
 fn peers_that_lend_device_memory_and_leave_do_not_fill_the_queue_of_a_busy_device() {
-    let busy = Arc::new(BusyDevice::default());
+    let busy = TestDevice::new(MemoryKind::Cuda);
+    busy.hold_openings();
     let mut machine = machine(6 << 20, 10 << 20);
     machine.devices = vec![Arc::clone(&busy) as _];
     let lend = |id| {
         let handle = IpcHandle { bytes: vec![7; 64], offset: 0 };
-        let at = Location::Device { device: DeviceId([1; 16]), handle };
+        let at = Location::Device { device: busy.device(), handle };
         Message::Lend { id: RegionId(id), access: RegionAccess { len: 64, at } }.encode()
     };
     for id in 0..80 {
@@ -267,7 +229,7 @@ fn peers_that_lend_device_memory_and_leave_do_not_fill_the_queue_of_a_busy_devic
         turns(&mut machine);
         machine.take_device_reports(&mut Outbox::default());
     }
-    assert_eq!(busy.0.lock().len(), 64);
+    assert_eq!(busy.held_openings(), 64);
     // The next one is refused, and served.
     let raw = shaken(&mut machine);
     raw.say(&lend(1)).unwrap();
@@ -276,13 +238,13 @@ fn peers_that_lend_device_memory_and_leave_do_not_fill_the_queue_of_a_busy_devic
     let answer = raw.next().expect("an answer");
     assert!(matches!(Shared::decode(&answer), Ok(Shared::Released { id: RegionId(1) })));
     assert!(is_served(&mut machine, &raw));
-    for done in std::mem::take(&mut *busy.0.lock()) {
+    for done in busy.hold_openings() {
         done(Err(ErrorKind::Unsupported.because("it cannot be opened")));
     }
     machine.take_device_reports(&mut Outbox::default());
     raw.say(&lend(2)).unwrap();
     turns(&mut machine);
-    assert_eq!(busy.0.lock().len(), 1, "it opens memory again");
+    assert_eq!(busy.held_openings(), 1, "it opens memory again");
 }
 
 /// An agent without space for notifications.

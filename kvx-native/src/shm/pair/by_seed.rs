@@ -1,19 +1,29 @@
 //! Runs with any result of system calls and any events in between: a seed determines every choice.
 
-use kvx_core::Op;
-use kvx_testkit::Random;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvx_core::{ErrorKind, Op};
+use kvx_testkit::{Random, Tier};
 
 use super::end::{Resources, alone};
-use super::{LONG, MANY, Pair, RegionRole, Role, SMALL, Shape, cut};
+use super::{LONG, MANY, OpenLink, Pair, RegionRole, Role, SMALL, Shape, cut};
+use crate::shm::progress::Command;
 
 const SEEDS: u64 = 200;
+/// The number of seeds in the whole tier.
+const MANY_SEEDS: u64 = 10_000;
+/// The seeds that run again, from 1 (which 0 equals), and how often.
+const REPEATED: u64 = 10;
+const REPETITIONS: u64 = 10;
 /// A shape whose reads are too large to be done where they are posted.
 const PAGES: Shape = Shape::of(4 << 10, 32);
 /// The size in bytes up to which memory is checked after each step; all memory is checked at the
 /// end.
 const GLANCE: usize = 4 << 10;
 
-/// The end of a run.
+/// The end of a link's life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// All operations end, then core closes the link.
@@ -22,13 +32,18 @@ enum Fate {
     Closed,
     /// The kernel refuses a packet for good.
     Broken,
+    /// An end is stopped for a time.
+    Stopped(Role),
+    /// An end is killed, and an agent of the same name takes its place.
     Killed(Role),
 }
 
-const FATES: [Fate; 5] = [
+const FATES: [Fate; 7] = [
     Fate::Well,
     Fate::Closed,
     Fate::Broken,
+    Fate::Stopped(Role::Initiator),
+    Fate::Stopped(Role::Owner),
     Fate::Killed(Role::Initiator),
     Fate::Killed(Role::Owner),
 ];
@@ -48,10 +63,11 @@ fn step(pair: &mut Pair) {
         let which = used[pair.random.below(used.len())];
         return pair.revoke(at, which);
     }
-    match pair.random.below(20) {
+    match pair.random.below(24) {
         0..12 => {
             let op = [Op::Read, Op::Write][pair.random.below(2)];
             let is_list = pair.random.below(2) == 0;
+            pair.patience = Duration::from_millis([1, 500, 30_000][pair.random.below(3)]);
             pair.post(at, op, is_list);
         }
         12 => pair.cancel(at),
@@ -71,26 +87,38 @@ fn step(pair: &mut Pair) {
             pair.close();
             pair.connect();
         }
+        // A link stays up however long an answer takes, and whatever is idle.
+        19 if pair.random.below(4) == 0 => {
+            let time = pair.random.below(40_000);
+            pair.pass(Duration::from_millis(time as u64));
+        }
         _ => {}
     }
 }
 
-/// Draws whether files are lost, and the end of the run.
-fn drawn(random: &mut Random) -> (bool, Fate) {
-    (random.below(4) == 0, FATES[random.below(FATES.len())])
+/// The choices at the beginning of a run.
+fn drawn(random: &mut Random) -> (bool, Vec<Fate>) {
+    let loses_files = random.below(4) == 0;
+    let lives = [1, 1, 1, 2, 3][random.below(5)];
+    (loses_files, (0..lives).map(|_| FATES[random.below(FATES.len())]).collect())
 }
 
-/// Runs one seed. Returns the numbers of transfers, notifications and regions that succeeded.
-fn run(seed: u64) -> [u64; 3] {
-    let mut random = Random::seeded(seed);
-    let (loses_files, fate) = drawn(&mut random);
-    cut::by(seed, loses_files);
-    let before = Resources::now();
-    let slots = if seed.is_multiple_of(4) { [SMALL, LONG, LONG] } else { [SMALL, PAGES, MANY] };
-    let mut pair = Pair::new(random, &slots);
+/// Connects to an earlier incarnation of the owner, whose place another one has taken.
+fn meet_successor(pair: &mut Pair, stale: OpenLink, socket: Vec<u8>) {
+    let link = Arc::clone(&stale.shared);
+    pair.initiator.command(Command::Connect { link: stale.shared, socket });
+    pair.until("the end of a link to an earlier incarnation", |_| link.gone.get().is_some());
+    let why = link.gone.get().map(|why| why.kind());
+    assert_eq!(why, Some(ErrorKind::PeerRestarted), "{:?}", link.gone.get());
+    pair.initiator.command(Command::Close { link });
+    pair.has_ended();
+}
+
+/// Lets a link live and end.
+fn live(pair: &mut Pair, fate: Fate) {
     pair.connect();
     for _ in 0..10 + pair.random.below(60) {
-        step(&mut pair);
+        step(pair);
         for _ in 0..pair.random.below(16) {
             // Either end may be slow.
             let who = [Role::Initiator, Role::Owner][pair.random.below(2)];
@@ -113,35 +141,76 @@ fn run(seed: u64) -> [u64; 3] {
             pair.until("the end of earlier links", is_only);
             pair.break_link();
         }
-        Fate::Killed(who) => pair.kill(who),
+        Fate::Stopped(who) => {
+            let time = [500, 8_000, 14_000, 60_000][pair.random.below(4)];
+            pair.stop(who, Duration::from_millis(time));
+            pair.check(usize::MAX);
+            if !pair.is_gone() {
+                pair.close();
+            }
+        }
+        Fate::Killed(who) => {
+            let (id, socket) = (pair.number(), pair.owner.machine.socket_name());
+            let shared = Arc::new(pair.owner.shared(kvx_core::backend::LinkId(id)));
+            pair.kill(who);
+            if who == Role::Owner {
+                pair.has_ended();
+                meet_successor(pair, OpenLink { shared, imports: 0 }, socket);
+            }
+        }
     }
+    pair.owner.set_room(true);
     pair.has_ended();
+}
+
+/// Runs one seed. Returns the numbers of transfers, notifications and regions that succeeded, and
+/// the hash of what both ends observed.
+fn run(seed: u64) -> ([u64; 3], u64) {
+    let mut random = Random::seeded(seed);
+    let (loses_files, fates) = drawn(&mut random);
+    cut::by(seed, loses_files);
+    let before = Resources::now();
+    // Runs with long transfers take ten times as long as others.
+    let is_long = seed.is_multiple_of(if seed < SEEDS { 4 } else { 32 });
+    let slots = if is_long { [SMALL, LONG, LONG] } else { [SMALL, PAGES, MANY] };
+    let mut pair = Pair::new(random, &slots);
+    pair.slow_copies = true;
+    fates.into_iter().for_each(|fate| live(&mut pair, fate));
     let came = [pair.arrived, pair.acknowledged, pair.revoked];
     cut::by(!seed, false);
     pair.all_works();
+    let mut hash = DefaultHasher::new();
+    pair.inbox.trace().hash(&mut hash);
+    for slot in &pair.slots {
+        for place in [&slot.local, &slot.source, &slot.sink] {
+            place.look().hash(&mut hash);
+        }
+    }
     drop(pair);
     cut::off();
     assert_eq!(Resources::soon(before), before, "a run leaves resources behind");
-    came
+    (came, hash.finish())
 }
 
 fn all_seeds() {
+    let many = Tier::Whole.runs_or_says("SHM: 10,000 random runs of a link");
+    let count = if many { MANY_SEEDS } else { SEEDS };
     // `KVX_SEED=17` runs one seed.
     let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
         Ok(seed) => seed..seed + 1,
-        Err(_) => 0..SEEDS,
+        Err(_) => 0..count,
     };
     let mut all = [0; 3];
     for seed in seeds.clone() {
         let ran = std::panic::catch_unwind(|| run(seed));
-        let came = ran.unwrap_or_else(|_| {
-            let (loses_files, fate) = drawn(&mut Random::seeded(seed));
-            panic!("KVX_SEED={seed}: {fate:?}, loses files: {loses_files}")
+        let (came, _) = ran.unwrap_or_else(|_| {
+            let (loses_files, fates) = drawn(&mut Random::seeded(seed));
+            panic!("KVX_SEED={seed}: {fates:?}, loses files: {loses_files}")
         });
         all = std::array::from_fn(|at| all[at] + came[at]);
     }
-    if seeds.end - seeds.start == SEEDS {
-        let enough = [8, 3, 1].map(|each| each * SEEDS);
+    if seeds.end - seeds.start == count {
+        let enough = [8, 3, 1].map(|each| each * count);
         assert!(
             (0..3).all(|at| all[at] > enough[at]),
             "{all:?} succeeded, at least {enough:?} should"
@@ -156,4 +225,24 @@ fn transfers_arrive_or_end_under_any_kernel_result_and_any_kill() {
         "transfers_arrive_or_end_under_any_kernel_result_and_any_kill",
         all_seeds,
     );
+}
+
+fn repeated_seeds() {
+    // `KVX_SEED=17 KVX_REPEATS=1000` repeats one seed.
+    let number = |name| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
+    let seeds = number("KVX_SEED").map_or(1..REPEATED + 1, |seed: u64| seed..seed + 1);
+    let mut hashes = std::collections::BTreeSet::new();
+    for seed in seeds.clone() {
+        let first = run(seed);
+        for _ in 1..number("KVX_REPEATS").unwrap_or(REPETITIONS) {
+            assert_eq!(run(seed), first, "seed {seed} has two different runs");
+        }
+        hashes.insert(first.1);
+    }
+    assert_eq!(hashes.len() as u64, seeds.end - seeds.start, "the hash does not tell runs apart");
+}
+
+#[test]
+fn a_seed_repeats_its_run() {
+    alone(module_path!(), "a_seed_repeats_its_run", repeated_seeds);
 }

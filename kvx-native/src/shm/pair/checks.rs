@@ -1,8 +1,9 @@
 //! Checks of the result of every operation.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvx_core::{ErrorKind, Op};
+use kvx_core::{Error, ErrorKind, Op};
 
 use super::end::Resources;
 use super::{ORDERS, POISON, Pair, Place, RegionRole, cut, indices};
@@ -64,6 +65,7 @@ impl Pair {
         let (inbox, mut acknowledged) = (&self.inbox, 0);
         self.told.retain(|told| {
             let Some(result) = told.outcome.get("a notification") else { return true };
+            inbox.observe(("told", told.number, result.as_ref().err().map(Error::kind)));
             match result {
                 Ok(()) => {
                     acknowledged += 1;
@@ -92,6 +94,7 @@ impl Pair {
             return;
         };
         let Some(posted) = slot.posted.take() else { return };
+        self.inbox.observe(("transfer", posted.id, result.as_ref().err().map(Error::kind)));
         if let Err(why) = &result {
             let lost_file = why.kind() == ErrorKind::Exhausted && cut::lost_files() > 0;
             let is_expected = lost_file || posted.ends_by.contains(&why.kind());
@@ -138,6 +141,7 @@ impl Pair {
             panic!("a region's revocation failed: {why}");
         }
         self.revoked += 1;
+        self.inbox.observe(("revoked", at, which as u8));
         let new = self.open(which.owner(), self.slots[at].shape);
         let slot = &mut self.slots[at];
         let mut old = std::mem::replace(which.of(slot), new);
@@ -229,6 +233,7 @@ impl Pair {
     /// over it.
     pub(super) fn all_works(&mut self) {
         self.owner.set_room(true);
+        self.patience = Duration::from_secs(30);
         self.connect();
         self.until("a link", |pair| pair.up().is_some());
         for op in [Op::Read, Op::Write] {

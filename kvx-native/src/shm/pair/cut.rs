@@ -65,26 +65,6 @@ pub(super) fn step_by_step() {
     begin(Some(Cut::Counted { left: 0 }));
 }
 
-/// The fault injection for a thread that the current one is about to start.
-pub(in crate::shm) struct OfAnotherThread(Option<u64>);
-
-/// Draws a seed for another thread, if a seed determines this thread's faults.
-pub(in crate::shm) fn for_another_thread() -> OfAnotherThread {
-    STATE.with_borrow_mut(|state| match &mut state.cut {
-        Some(Cut::Random { random, .. }) => OfAnotherThread(Some(random.word())),
-        _ => OfAnotherThread(None),
-    })
-}
-
-impl OfAnotherThread {
-    /// Starts the fault injection in the new thread.
-    pub(in crate::shm) fn take_up(self) {
-        if let Some(seed) = self.0 {
-            by(seed, false);
-        }
-    }
-}
-
 /// Ends the fault injection of this thread.
 pub(super) fn off() {
     begin(None);

@@ -1,6 +1,7 @@
 //! One of the two machines, its reports to its agent, and the resources of this process.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -15,17 +16,18 @@ use kvx_testkit::run_one_test;
 use rustix::event::{PollFd, PollFlags};
 
 use super::Place;
+use crate::clock::{self, virtual_time};
 use crate::shm::config::Config;
 use crate::shm::machine::Machine;
 use crate::shm::memory::Regions;
 use crate::shm::progress::Command;
 use crate::shm::shared_link::SharedLink;
 
-/// The time limit for each step, which is exceeded only by a hang.
-pub(super) const CUT_OFF: Duration = Duration::from_secs(10);
+/// The time after which a silent peer counts as lost.
+pub(super) const PEER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The time limit for one test on a busy machine.
-const ALL: Duration = Duration::from_secs(120);
+/// The time limit for one test, of the whole tier and on a busy machine.
+const ALL: Duration = Duration::from_secs(15 * 60);
 
 /// The reports that both agents received.
 #[derive(Default)]
@@ -34,6 +36,8 @@ pub(super) struct Inbox {
     notifications: Mutex<HashSet<u64>>,
     /// The number of reports that a link is up, and that it has ended.
     links: Mutex<HashMap<LinkId, (u32, u32)>>,
+    /// The hash of everything that both ends observed, and when.
+    trace: Mutex<DefaultHasher>,
 }
 
 impl Inbox {
@@ -45,6 +49,17 @@ impl Inbox {
     /// Returns how often the link was reported up, and ended.
     pub(super) fn told_of(&self, link: LinkId) -> (u32, u32) {
         self.links.lock().expect("no test has failed").get(&link).copied().unwrap_or_default()
+    }
+
+    /// Adds an observation, and the virtual time, to the hash of the run.
+    pub(super) fn observe(&self, what: impl Hash) {
+        let mut trace = self.trace.lock().expect("no test has failed");
+        (virtual_time::passed(), what).hash(&mut *trace);
+    }
+
+    /// Returns the hash of everything that was observed.
+    pub(super) fn trace(&self) -> u64 {
+        self.trace.lock().expect("no test has failed").finish()
     }
 }
 
@@ -59,12 +74,15 @@ impl Events for Inbox {
         assert!(rest.iter().all(|byte| *byte == number as u8), "a notification has wrong bytes");
         let is_new = self.notifications.lock().expect("no test has failed").insert(number);
         assert!(is_new, "a notification arrived twice");
+        self.observe(("notification", number));
         Ok(())
     }
 
     fn link(&self, id: LinkId, state: LinkState) {
         let mut links = self.links.lock().expect("no test has failed");
         let (ups, ends) = links.entry(id).or_default();
+        let kind = if let LinkState::Lost(why) = &state { Some(why.kind()) } else { None };
+        self.observe(("link", id, std::mem::discriminant(&state), kind));
         match state {
             LinkState::Up => *ups += 1,
             LinkState::Lost(_) | LinkState::Restarted => *ends += 1,
@@ -79,8 +97,12 @@ pub(super) struct End {
     pub(super) regions: Arc<Regions>,
     inbox: Arc<Inbox>,
     invitation: Invitation,
-    /// The time until the next check of timers, after a turn that did nothing.
-    sleeps: Option<Duration>,
+    /// True if its reactor runs the next turn without sleeping.
+    awake: bool,
+    /// The time of the next check of timers, after a turn that did nothing.
+    pub(super) sleeps_until: Option<Instant>,
+    /// True while the process is stopped, as by SIGSTOP.
+    pub(super) is_stopped: bool,
 }
 
 impl End {
@@ -99,11 +121,19 @@ impl End {
             devices: Vec::new(),
             invitation,
             secret: None,
-            peer_timeout: CUT_OFF,
+            peer_timeout: PEER_TIMEOUT,
         };
         let machine =
             Machine::new(context, config, Arc::clone(&regions)).expect("descriptors are available");
-        End { machine, regions, inbox, invitation, sleeps: None }
+        End {
+            machine,
+            regions,
+            inbox,
+            invitation,
+            awake: true,
+            sleeps_until: None,
+            is_stopped: false,
+        }
     }
 
     pub(super) fn register(&self, place: &Place) {
@@ -126,30 +156,45 @@ impl End {
         let mut out = Outbox::default();
         self.machine.command(command, &mut out);
         kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
+        self.awake = true;
     }
 
-    /// Runs a turn like the reactor's thread. Returns true if it did anything.
-    pub(super) fn turn(&mut self) -> bool {
-        // The threads must be idle, so that the seed determines the result and not their speed.
-        assert!(
-            self.machine.copying.is_idle_by(Instant::now() + CUT_OFF),
-            "a copying thread hangs"
-        );
-        let landed = self.machine.flights.with_batch_ends();
+    /// Returns true if the reactor's thread is awake or would wake up now.
+    fn is_awake(&self) -> bool {
+        let mut polled = [PollFd::from_borrowed_fd(self.machine.poller.fd(), PollFlags::IN)];
+        let now = rustix::time::Timespec { tv_sec: 0, tv_nsec: 0 };
+        self.awake
+            || self.sleeps_until.is_some_and(|at| at <= clock::now())
+            || rustix::event::poll(&mut polled, Some(&now)).expect("it is open") > 0
+    }
+
+    /// Copies up to `most` batches as a copying thread does, then runs a turn as the reactor's
+    /// thread does, if that would be awake. Returns true if it did anything.
+    pub(super) fn turn(&mut self, most: usize) -> bool {
+        if self.is_stopped {
+            return false;
+        }
+        self.machine.copying.copy_here(most);
+        let mut landed = self.machine.flights.with_batch_ends();
+        if landed.is_empty() && !self.is_awake() {
+            return false;
+        }
+        landed.sort_unstable(); // the table of flights has no order
         for number in &landed {
             self.command(Command::BatchEnded { number: *number });
         }
         let mut out = Outbox::default();
         let done = kvx_backend::fuzz::turn(&mut self.machine, &mut out).done + landed.len();
         kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
-        let again = match self.machine.arm().expect("it can sleep") {
-            Armed::Again | Armed::Busy => true,
-            Armed::Sleep(until) => {
-                self.sleeps = until;
-                false
-            }
-        };
-        done > 0 || again
+        self.awake = done > 0
+            || match self.machine.arm().expect("it can sleep") {
+                Armed::Again | Armed::Busy => true,
+                Armed::Sleep(longest) => {
+                    self.sleeps_until = longest.map(|longest| clock::now() + longest);
+                    false
+                }
+            };
+        true
     }
 
     /// Sets whether the agent has space for notifications.
@@ -164,18 +209,6 @@ impl End {
     pub(super) fn descriptors(&self) -> usize {
         1 + self.machine.listeners.iter().flatten().count()
     }
-}
-
-/// Waits until one of them has something to do, as their threads would.
-pub(super) fn wait_for_any(ends: [&End; 2]) {
-    // Copying threads do not wake the ends here.
-    let any_flies = ends.iter().any(|end| end.machine.flights.any());
-    let longest = Duration::from_micros(if any_flies { 50 } else { 100_000 });
-    let longest = ends.iter().filter_map(|end| end.sleeps).fold(longest, Duration::min);
-    let mut polled =
-        ends.map(|end| PollFd::from_borrowed_fd(end.machine.poller.fd(), PollFlags::IN));
-    let longest = rustix::time::Timespec { tv_sec: 0, tv_nsec: longest.subsec_nanos().into() };
-    rustix::event::poll(&mut polled, Some(&longest)).expect("both are open");
 }
 
 /// A local region without behaviour: plans refer to their local memory directly.

@@ -1,6 +1,8 @@
-//! Two machines in one thread, connected by the kernel's own sockets, with faults injected into
-//! their system calls by [`cut`]: calls that return "later" or are interrupted, files that arrive
-//! late or never, an end that is killed at any packet.
+//! Two machines in one thread and on virtual time, connected by the kernel's own sockets, with
+//! faults injected into their system calls by [`cut`]: calls that return "later" or are
+//! interrupted, files that arrive late or never. Ends are stopped, or killed at any packet. The
+//! thread also copies in place of the machines' copying threads. A machine has turns only while its
+//! reactor would be awake, and time passes only while both sleep.
 //!
 //! A test chooses the next event; this module checks the result of every transfer, notification and
 //! revocation. A killed end vanishes with all its resources, as a killed process does, and a new
@@ -11,9 +13,10 @@ mod checks;
 pub(super) mod cut;
 mod end;
 mod step_by_step;
+mod turns;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvx_core::backend::{
     BoundPlan, INLINE_BYTES, INLINE_SEGMENTS, LinkId, LocalSide, PlacedGrid, RegionKey, RemoteSide,
@@ -26,7 +29,9 @@ use super::inline::read_inline;
 use super::memory::Reach;
 use super::progress::Command;
 use super::shared_link::{Import, SharedLink};
-use end::{CUT_OFF, End, Inbox, Outcome, Resources, wait_for_any};
+use crate::clock;
+use crate::clock::virtual_time::VirtualTime;
+use end::{End, Inbox, Outcome, Resources};
 
 /// The blocks of a slot, and the kind of their memory.
 #[derive(Clone, Copy, Debug)]
@@ -143,6 +148,8 @@ struct Posted {
     outcome: Outcome,
     /// The content of the source.
     from: Vec<u8>,
+    /// The time at which core cancels it.
+    deadline: Instant,
     /// The error kinds with which it may end instead.
     ends_by: Vec<ErrorKind>,
     /// True if its target was revoked or replaced.
@@ -190,6 +197,11 @@ struct Pair {
     told: Vec<SentNotice>,
     next: u64,
     lives: u8,
+    /// The deadline of new transfers.
+    patience: Duration,
+    /// True if copying threads may be slow.
+    slow_copies: bool,
+    _time: VirtualTime,
     /// The numbers of successful transfers, acknowledged notifications and revoked regions.
     arrived: u64,
     acknowledged: u64,
@@ -199,6 +211,7 @@ struct Pair {
 impl Pair {
     fn new(mut random: Random, slots: &[Shape]) -> Self {
         let (inbox, others) = (Arc::<Inbox>::default(), Resources::now().descriptors);
+        let time = VirtualTime::start();
         let mut pair = Pair {
             initiator: End::new("initiator", 1, Arc::clone(&inbox)),
             owner: End::new("owner", 2, Arc::clone(&inbox)),
@@ -211,6 +224,9 @@ impl Pair {
             told: Vec::new(),
             next: 0,
             lives: 2,
+            patience: Duration::from_secs(30),
+            slow_copies: false,
+            _time: time,
             arrived: 0,
             acknowledged: 0,
             revoked: 0,
@@ -327,7 +343,9 @@ impl Pair {
         };
         let (ticket, outcome) = Outcome::new();
         let plan = Arc::new(plan(op, link.id, slot.shape, is_list, &slot.local, import));
-        slot.posted = Some(Posted { id, op, is_list, outcome, from, ends_by, orphan: false });
+        let deadline = clock::now() + self.patience;
+        let orphan = false;
+        slot.posted = Some(Posted { id, op, is_list, outcome, from, deadline, ends_by, orphan });
         // The handle of a link does the same.
         let size = plan.size();
         let is_small = size.bytes <= INLINE_BYTES && size.segments <= INLINE_SEGMENTS;
@@ -457,40 +475,11 @@ impl Pair {
         attempts.chain(&machine.connecting).any(|attempt| attempt.retries < MAX_GREETING_RETRIES)
     }
 
-    /// Gives both ends a turn, which sends at most one packet if packets are counted, and checks
-    /// the settled operations. Returns true if anything was done.
-    fn turn(&mut self) -> bool {
-        let mut done = false;
-        for who in [Role::Initiator, Role::Owner] {
-            done |= self.turn_of(who);
-        }
-        done
-    }
-
-    fn turn_of(&mut self, who: Role) -> bool {
-        cut::allow(1);
-        let done = self.end(who).turn();
-        cut::allow(0);
-        self.import();
-        self.settle();
-        done
-    }
-
-    /// Gives turns until the condition is true.
-    fn until(&mut self, what: &str, is_so: impl Fn(&Pair) -> bool) {
-        let begun = Instant::now();
-        while !is_so(self) {
-            assert!(begun.elapsed() < CUT_OFF, "this does not happen: {what}; {}", self.standing());
-            if !self.turn() {
-                wait_for_any([&self.initiator, &self.owner]);
-            }
-        }
-    }
-
     /// Kills an end with all its resources and starts a new incarnation. Operations of the other
     /// end that depend on it end.
     fn kill(&mut self, who: Role) {
         self.lives += 1;
+        self.end(who).machine.listeners = [None, None]; // its successor has the same name
         let new = match who {
             Role::Initiator => End::new("initiator", self.lives, Arc::clone(&self.inbox)),
             Role::Owner => End::new("owner", self.lives, Arc::clone(&self.inbox)),

@@ -11,6 +11,7 @@ use kvx_backend::reactor::Outbox;
 use kvx_core::backend::LinkId;
 use kvx_core::{Error, ErrorKind, Identity};
 
+use crate::clock;
 use crate::tcp::connections::connection::{Conn, Role};
 use crate::tcp::connections::lane::Scope;
 use crate::tcp::error;
@@ -211,7 +212,7 @@ impl Machine {
                 // The peer learns from its other lanes that the link has ended.
                 let others = self.lanes.iter().filter(|((of, _), _)| *of == link);
                 for key in others.map(|(_, key)| *key).collect::<Vec<_>>() {
-                    self.failed(key, hangs(), Instant::now(), out);
+                    self.failed(key, hangs(), clock::now(), out);
                 }
             }
         }

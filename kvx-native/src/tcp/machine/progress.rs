@@ -11,6 +11,7 @@ use kvx_backend::reactor::{Armed, DetachedWork, Outbox, Progress, Queued, SLICE,
 use kvx_core::backend::{INLINE_BYTES, LinkId};
 use kvx_core::{ErrorKind, Result};
 
+use crate::clock;
 use crate::tcp::connections::connection::{Conn, Role};
 use crate::tcp::connections::lane::Scope;
 use crate::tcp::error;
@@ -42,7 +43,7 @@ impl Progress for Machine {
             Command::Connect(peer) => {
                 let link = peer.id;
                 self.peers.insert(link, *peer);
-                self.open_link(link, None, Instant::now(), out);
+                self.open_link(link, None, clock::now(), out);
             }
             Command::Post { link, plan, id, done } => match self.peers.get_mut(&link) {
                 Some(peer) => {
@@ -82,7 +83,7 @@ impl Progress for Machine {
 
     fn next_work(&mut self, out: &mut Outbox) -> Option<InFlightTurn> {
         if self.turn.is_none() {
-            self.turn = Some(self.begin(Instant::now(), out));
+            self.turn = Some(self.begin(clock::now(), out));
         }
         let now = self.turn_began();
         while let Some(key) = self.next() {
@@ -263,7 +264,7 @@ impl Machine {
 
     /// Returns the time at which the current turn began.
     pub(crate) fn turn_began(&self) -> Instant {
-        self.turn.as_ref().map_or_else(Instant::now, |turn| turn.now)
+        self.turn.as_ref().map_or_else(clock::now, |turn| turn.now)
     }
 
     /// Counts bytes that a connection has moved.

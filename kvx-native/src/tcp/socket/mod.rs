@@ -2,6 +2,8 @@
 
 pub(crate) mod chunk;
 pub(crate) mod listener;
+#[cfg(test)]
+pub(crate) mod network;
 pub(crate) mod poller;
 
 use std::net::SocketAddr;
@@ -34,6 +36,10 @@ pub(crate) fn stream_socket(address: SocketAddr) -> Result<Private, Errno> {
 
 /// Starts to connect.
 pub(crate) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Private, Errno> {
+    #[cfg(test)]
+    if network::is_running() {
+        return network::connect(address);
+    }
     let socket = stream_socket(address)?;
     tune(&socket, peer_timeout)?;
     match rustix::net::connect(&socket, &address) {
@@ -44,6 +50,11 @@ pub(crate) fn connect(address: SocketAddr, peer_timeout: Duration) -> Result<Pri
 
 /// Sets the options of every connection: no delay, and timeouts for half-dead ones.
 pub(crate) fn tune(socket: &Private, peer_timeout: Duration) -> Result<(), Errno> {
+    #[cfg(test)]
+    if network::is_running() {
+        network::tune(socket);
+        return Ok(()); // its sockets are no TCP sockets
+    }
     sockopt::set_tcp_nodelay(socket, true)?;
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;

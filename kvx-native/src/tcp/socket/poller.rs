@@ -11,6 +11,9 @@ use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
 
+#[cfg(test)]
+use crate::clock::virtual_time;
+
 const LISTENER: u64 = u64::MAX;
 const TIMER: u64 = u64::MAX - 1;
 /// The number of events taken at a time.
@@ -89,6 +92,11 @@ impl Poller {
 
     /// Reports the events that have happened, without waiting.
     pub(crate) fn poll(&mut self, mut tell: impl FnMut(Event)) -> Result<()> {
+        #[cfg(test)]
+        if self.is_due() {
+            self.armed = None;
+            tell(Event::Timer);
+        }
         self.events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut self.events), Some(&now))
@@ -129,9 +137,36 @@ impl Poller {
             tv_nsec: wait.subsec_nanos().into(),
         };
         let once = Itimerspec { it_interval: Timespec { tv_sec: 0, tv_nsec: 0 }, it_value };
+        #[cfg(test)]
+        if virtual_time::is_running() {
+            self.armed = Some(at);
+            return Ok(());
+        }
         rustix::time::timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once)
             .map_err(refused)?;
         self.armed = Some(at);
         Ok(())
+    }
+
+    /// Returns the time at which the timer expires, if it is set.
+    #[cfg(test)]
+    pub(crate) fn timer(&self) -> Option<Instant> {
+        self.armed
+    }
+
+    /// Returns true if the timer has expired on virtual time, which its descriptor does not know.
+    #[cfg(test)]
+    fn is_due(&self) -> bool {
+        virtual_time::now().is_some_and(|now| self.armed.is_some_and(|armed| armed <= now))
+    }
+
+    /// Returns true if its descriptor would wake a thread, or the timer has expired.
+    #[cfg(test)]
+    pub(crate) fn is_ready(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags};
+
+        let mut polled = [PollFd::new(&self.epoll, PollFlags::IN)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        self.is_due() || rustix::event::poll(&mut polled, Some(&now)).expect("it is open") > 0
     }
 }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use kvx_core::ErrorKind;
+
 use crate::config::BlockRelease;
 
 use super::super::action::{Action, Connection, MoveId};
@@ -252,8 +254,8 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// Fails if a registration is invalid. The worker's state does not change; the caller should
-    /// log the error.
+    /// Fails if a registration is invalid, or a release has no valid proof. The worker's state does
+    /// not change; the caller should log the error.
     pub fn notified(
         &mut self,
         now: Time,
@@ -272,6 +274,34 @@ impl Worker {
             EngineNotification::Registration(registration) => {
                 self.registered(now, *registration)?
             }
+            EngineNotification::Release { request_id, proof } => {
+                self.released(now, from, &request_id, &proof)?
+            }
+        }
+        Ok(())
+    }
+
+    /// Handles a router's release. Blocks that a decode is reading stay until it has ended.
+    fn released(
+        &mut self,
+        now: Time,
+        from: &str,
+        request: &str,
+        proof: &str,
+    ) -> kvx_core::Result<()> {
+        let engine = self.settings.engine.as_str();
+        self.settings
+            .trust
+            .check_release(engine, request, proof)
+            .map_err(|why| ErrorKind::Authentication.because(why.to_string()))?;
+        if self.settings.mode == TransferMode::Push {
+            return Err(ErrorKind::Unsupported.because(
+                "blocks that are pushed cannot be released: the decode has registered for them, \
+                 or push_registration_timeout ends",
+            ));
+        }
+        if self.sends.released(now, request, from) == Counted::Last {
+            self.output.finished_sending.push(request.into());
         }
         Ok(())
     }

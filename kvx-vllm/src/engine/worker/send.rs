@@ -117,6 +117,10 @@ impl Sends {
         from: &str,
     ) -> Counted {
         let expected = self.rule.expected(written, self.tp_size);
+        self.completed_by(now, request, expected, from)
+    }
+
+    fn completed_by(&mut self, now: Time, request: &str, expected: u32, from: &str) -> Counted {
         if let Some(completions) = self.prefilling.get_mut(request) {
             completions.add(from, expected);
             return Counted::OneOfSeveral;
@@ -134,6 +138,17 @@ impl Sends {
         }
         self.remove(request);
         Counted::Last
+    }
+
+    /// Records that no decode will fetch the blocks of a request. Changes nothing if one of several
+    /// decode ranks has already fetched its part: the others may still read.
+    pub(super) fn released(&mut self, now: Time, request: &str, from: &str) -> Counted {
+        let known = self.prefilling.get(request);
+        let known = known.or_else(|| self.kept.get(request).map(|kept| &kept.completions));
+        match known.is_some_and(|completions| completions.senders() > 0) {
+            true => Counted::OneOfSeveral,
+            false => self.completed_by(now, request, 1, from),
+        }
     }
 
     /// Accepts completions that arrive before the requests that they are for.

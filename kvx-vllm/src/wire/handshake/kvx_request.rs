@@ -3,8 +3,7 @@
 use kvx_core::{ErrorKind, Result};
 
 use super::HandshakeRequest;
-use crate::ids::WorkerRank;
-use crate::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::msgpack::MsgpackReader;
 
 const TAG: &[u8] = b"kvx_meta_msg";
 const NONCE: usize = 32;
@@ -78,15 +77,7 @@ impl KvxRequest {
     /// Encodes the request.
     pub fn encode(&self) -> Vec<u8> {
         let proof = self.proof.as_ref().map_or(&[][..], |proof| proof);
-        let mut writer = MsgpackWriter::default();
-        let rank = self.request.rank();
-        writer.array(if self.request.pipeline_aware() { 3 } else { 2 });
-        writer.binary(&[TAG, &self.nonce, proof].concat());
-        if self.request.pipeline_aware() {
-            writer.unsigned(rank.pp.into());
-        }
-        writer.unsigned(rank.tp.into());
-        writer.into_bytes()
+        self.request.encode_after(&[TAG, &self.nonce, proof].concat())
     }
 
     /// Decodes a request.
@@ -95,29 +86,21 @@ impl KvxRequest {
     ///
     /// Any other bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
-        let mut reader = MsgpackReader::new("kvx handshake request", bytes, Self::MAX_LEN)?;
-        let fields = reader.array(3)?;
-        if fields < 2 {
-            return Err(reader
-                .malformed(format_args!("expected 2 or 3 items, found {fields}"))
-                .into());
-        }
-        let first = reader.binary_or_text()?;
-        let parts = first.strip_prefix(TAG).and_then(|rest| rest.split_first_chunk::<NONCE>());
-        let proof = match parts {
-            Some((_, [])) => Some(None),
-            Some((_, proof)) => proof.try_into().ok().map(Some),
-            None => None,
+        let split = |reader: &MsgpackReader<'_>, first: &[u8]| {
+            let parts = first.strip_prefix(TAG).and_then(|rest| rest.split_first_chunk::<NONCE>());
+            let proof = match parts {
+                Some((_, [])) => Some(None),
+                Some((_, proof)) => proof.try_into().ok().map(Some),
+                None => None,
+            };
+            match (parts, proof) {
+                (Some((nonce, _)), Some(proof)) => Ok((*nonce, proof)),
+                _ => Err(reader.malformed("its first item does not have kvx's form")),
+            }
         };
-        let (Some((nonce, _)), Some(proof)) = (parts, proof) else {
-            return Err(reader.malformed("its first item does not have kvx's form").into());
-        };
-        let pipeline_aware = fields == 3;
-        let pp = if pipeline_aware { reader.unsigned_32()? } else { 0 };
-        let tp = reader.unsigned_32()?;
-        reader.end()?;
-        let request = HandshakeRequest::of(WorkerRank { pp, tp }, pipeline_aware);
-        Ok(KvxRequest { request, nonce: *nonce, proof })
+        let (request, (nonce, proof)) =
+            HandshakeRequest::decode_after("kvx handshake request", bytes, Self::MAX_LEN, split)?;
+        Ok(KvxRequest { request, nonce, proof })
     }
 }
 
@@ -125,6 +108,7 @@ impl KvxRequest {
 mod tests {
     use super::*;
     use crate::Version;
+    use crate::ids::WorkerRank;
 
     #[test]
     fn a_request_is_read_as_it_was_written_in_both_forms() {

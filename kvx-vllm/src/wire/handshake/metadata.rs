@@ -3,8 +3,8 @@
 use kvx_core::{ErrorKind, Result};
 
 use crate::Version;
-use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
-use crate::wire::record::{Record, RecordFields, Shape};
+use crate::msgpack::{self, MsgpackReader, MsgpackValue, MsgpackWriter};
+use crate::wire::record::{Record as _, RecordFields, Shape, record};
 
 const WHAT: &str = "agent metadata";
 /// The key of kvx's metadata for other kvx agents. vLLM ignores it.
@@ -190,13 +190,9 @@ impl NixlAgentMetadata {
             pcp_size: fields.optional("pcp_size", MsgpackReader::size)?.unwrap_or(1),
             ple_block_len: fields.nullable("ple_block_len", MsgpackReader::unsigned)?,
             region_members: fields
-                .optional("region_members", |reader| reader.list(Self::MAX_REGIONS, names))?
-                .unwrap_or_default(),
-            packed_member_layouts: fields
-                .optional("packed_member_layouts", packed_members)?
-                .unwrap_or_default(),
-            kvx_metadata: fields
-                .nullable(KVX_METADATA, |reader| Ok(reader.binary()?.to_owned()))?,
+                .or_default("region_members", |reader| reader.list(Self::MAX_REGIONS, names))?,
+            packed_member_layouts: fields.or_default("packed_member_layouts", packed_members)?,
+            kvx_metadata: fields.nullable(KVX_METADATA, MsgpackReader::owned_binary)?,
             shape: fields.shape(),
         })
     }
@@ -306,103 +302,38 @@ fn written(version: Version) -> impl Iterator<Item = &'static str> {
     keys.filter(move |key| since(key).is_some_and(|first| version.speaks(first)))
 }
 
-impl Record for NixlAgentMetadata {
-    const KEYS: &'static [&'static str] = &[
-        "engine_id",
-        "agent_metadata",
-        "kv_caches_base_addr",
-        "device_id",
-        "num_blocks",
-        "block_lens",
-        "block_strides",
-        "kv_cache_layout",
-        "block_size",
-        "ssm_sizes",
-        "attn_backend_name",
-        KERNEL_PER_LOGICAL,
-        "region_num_blocks",
-        "region_group_ids",
-        "region_names",
-        "region_mem_types",
-        "dcp_size",
-        "pcp_size",
-        "ple_block_len",
-        "region_members",
-        "packed_member_layouts",
-        KVX_METADATA,
-    ];
+record! {
+    NixlAgentMetadata as metadata:
+    "engine_id" => engine_id,
+    "agent_metadata" => agent_metadata,
+    "kv_caches_base_addr" => kv_caches_base_addr,
+    "device_id" => device_id,
+    "num_blocks" => num_blocks,
+    "block_lens" => block_lens,
+    "block_strides" => block_strides or metadata.block_lens,
+    "kv_cache_layout" => kv_cache_layout,
+    "block_size" => block_size,
+    "ssm_sizes" => ssm_sizes or (0, 0),
+    "attn_backend_name" => attn_backend_name or String::new(),
+    KERNEL_PER_LOGICAL => physical_blocks_per_logical_kv_block or 1,
+    "region_num_blocks" => region_num_blocks or None,
+    "region_group_ids" => region_group_ids or None,
+    "region_names" => region_names or None,
+    "region_mem_types" => region_mem_types or None,
+    "dcp_size" => dcp_size or 1,
+    "pcp_size" => pcp_size or 1,
+    "ple_block_len" => ple_block_len or None,
+    "region_members" => region_members or Vec::new(),
+    "packed_member_layouts" => packed_member_layouts or Vec::new(),
+    KVX_METADATA => kvx_metadata or None,
+}
 
-    fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    fn is_default(&self, key: &str) -> bool {
-        match key {
-            "block_strides" => self.block_strides == self.block_lens,
-            "ssm_sizes" => self.ssm_sizes == (0, 0),
-            "attn_backend_name" => self.attn_backend_name.is_empty(),
-            KERNEL_PER_LOGICAL => self.physical_blocks_per_logical_kv_block == 1,
-            "region_num_blocks" => self.region_num_blocks.is_none(),
-            "region_group_ids" => self.region_group_ids.is_none(),
-            "region_names" => self.region_names.is_none(),
-            "region_mem_types" => self.region_mem_types.is_none(),
-            "dcp_size" => self.dcp_size == 1,
-            "pcp_size" => self.pcp_size == 1,
-            "ple_block_len" => self.ple_block_len.is_none(),
-            "region_members" => self.region_members.is_empty(),
-            "packed_member_layouts" => self.packed_member_layouts.is_empty(),
-            KVX_METADATA => self.kvx_metadata.is_none(),
-            _ => false,
-        }
-    }
-
-    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
-        fn numbers(writer: &mut MsgpackWriter, numbers: &[u64]) {
-            writer.list(numbers, |writer, number| writer.unsigned(*number));
-        }
-        fn texts(writer: &mut MsgpackWriter, texts: &[String]) {
-            writer.list(texts, |writer, text| writer.text(text));
-        }
-        match key {
-            "engine_id" => writer.text(&self.engine_id),
-            "agent_metadata" => writer.binary(&self.agent_metadata),
-            "kv_caches_base_addr" => numbers(writer, &self.kv_caches_base_addr),
-            "device_id" => writer.unsigned(self.device_id),
-            "num_blocks" => writer.unsigned(self.num_blocks),
-            "block_lens" => numbers(writer, &self.block_lens),
-            "block_strides" => numbers(writer, &self.block_strides),
-            "kv_cache_layout" => writer.text(&self.kv_cache_layout),
-            "block_size" => writer.unsigned(self.block_size),
-            "ssm_sizes" => numbers(writer, &[self.ssm_sizes.0, self.ssm_sizes.1]),
-            "attn_backend_name" => writer.text(&self.attn_backend_name),
-            KERNEL_PER_LOGICAL => {
-                writer.unsigned(self.physical_blocks_per_logical_kv_block.into());
-            }
-            "region_num_blocks" => writer.optional(self.region_num_blocks.as_deref(), numbers),
-            "region_group_ids" => {
-                writer.optional(self.region_group_ids.as_deref(), |writer, ids| {
-                    writer.list(ids, |writer, id| writer.signed(*id));
-                })
-            }
-            "region_names" => writer.optional(self.region_names.as_deref(), texts),
-            "region_mem_types" => writer.optional(self.region_mem_types.as_deref(), texts),
-            "dcp_size" => writer.unsigned(self.dcp_size.into()),
-            "pcp_size" => writer.unsigned(self.pcp_size.into()),
-            "ple_block_len" => {
-                writer.optional(self.ple_block_len.as_ref(), |writer, len| writer.unsigned(*len))
-            }
-            "region_members" => {
-                writer.list(&self.region_members, |writer, names| texts(writer, names))
-            }
-            "packed_member_layouts" => {
-                writer.map(self.packed_member_layouts.len());
-                for member in &self.packed_member_layouts {
-                    writer.text(&member.layer);
-                    numbers(writer, &[member.offset, member.len]);
-                }
-            }
-            KVX_METADATA => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
-            other => unreachable!("{other} is not a key of {WHAT}"),
+impl MsgpackValue for Vec<PackedMember> {
+    fn write_to(&self, writer: &mut MsgpackWriter) {
+        writer.map(self.len());
+        for member in self {
+            writer.text(&member.layer);
+            (member.offset, member.len).write_to(writer);
         }
     }
 }

@@ -3,9 +3,9 @@
 
 use kvx_core::{ErrorKind, Result};
 
-use crate::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::msgpack::{MsgpackReader, MsgpackValue, MsgpackWriter};
 use crate::wire::CompatibilityHash;
-use crate::wire::record::{Record, RecordFields, Shape};
+use crate::wire::record::{Record as _, RecordFields, Shape, record};
 
 const WHAT: &str = "handshake payload";
 
@@ -79,29 +79,26 @@ impl HandshakePayload {
                  supports vLLM 0.16 and later: upgrade the peer",
             ));
         }
+        let check = |reader: &MsgpackReader<'_>, len, max| match len {
+            len if len > max => {
+                Err(reader.malformed(format_args!("{len} bytes exceed the limit of {max}")))
+            }
+            _ => Ok(()),
+        };
         let text = |reader: &mut MsgpackReader<'_>, max| {
             let text = reader.text()?;
-            if text.len() > max {
-                return Err(reader
-                    .malformed(format_args!("{} bytes exceed the limit of {max}", text.len())));
-            }
-            Ok(text.to_owned())
+            check(reader, text.len(), max).map(|()| text.to_owned())
         };
         let word = |reader: &mut MsgpackReader<'_>| {
             let bytes = reader.binary()?;
-            if bytes.len() > Self::MAX_WORD {
-                let max = Self::MAX_WORD;
-                return Err(reader
-                    .malformed(format_args!("{} bytes exceed the limit of {max}", bytes.len())));
-            }
-            Ok(bytes.to_owned())
+            check(reader, bytes.len(), Self::MAX_WORD).map(|()| bytes.to_owned())
         };
         Ok(HandshakePayload {
             compatibility_hash: CompatibilityHash::foreign(
                 fields.required("compatibility_hash", |reader| text(reader, Self::MAX_HASH))?,
             ),
             agent_metadata_bytes: fields
-                .required("agent_metadata_bytes", |reader| Ok(reader.binary()?.to_owned()))?,
+                .required("agent_metadata_bytes", MsgpackReader::owned_binary)?,
             refusal: fields.optional("kvx_refusal", |reader| text(reader, Self::MAX_REFUSAL))?,
             kvx_challenge: fields.optional("kvx_challenge", word)?,
             kvx_proof: fields.optional("kvx_proof", word)?,
@@ -110,38 +107,17 @@ impl HandshakePayload {
     }
 }
 
-impl Record for HandshakePayload {
-    const KEYS: &'static [&'static str] = &[
-        "compatibility_hash",
-        "agent_metadata_bytes",
-        "kvx_refusal",
-        "kvx_challenge",
-        "kvx_proof",
-    ];
+record! {
+    HandshakePayload as payload:
+    "compatibility_hash" => compatibility_hash,
+    "agent_metadata_bytes" => agent_metadata_bytes,
+    "kvx_refusal" => refusal or None,
+    "kvx_challenge" => kvx_challenge or None,
+    "kvx_proof" => kvx_proof or None,
+}
 
-    fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    fn is_default(&self, key: &str) -> bool {
-        match key {
-            "kvx_refusal" => self.refusal.is_none(),
-            "kvx_challenge" => self.kvx_challenge.is_none(),
-            "kvx_proof" => self.kvx_proof.is_none(),
-            _ => false,
-        }
-    }
-
-    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
-        match key {
-            "compatibility_hash" => writer.text(self.compatibility_hash.as_str()),
-            "agent_metadata_bytes" => writer.binary(&self.agent_metadata_bytes),
-            "kvx_refusal" => writer.optional(self.refusal.as_deref(), MsgpackWriter::text),
-            "kvx_challenge" => {
-                writer.optional(self.kvx_challenge.as_deref(), MsgpackWriter::binary)
-            }
-            "kvx_proof" => writer.optional(self.kvx_proof.as_deref(), MsgpackWriter::binary),
-            other => unreachable!("{other} is not a key of a {WHAT}"),
-        }
+impl MsgpackValue for CompatibilityHash {
+    fn write_to(&self, writer: &mut MsgpackWriter) {
+        writer.text(self.as_str());
     }
 }

@@ -4,7 +4,7 @@ use kvx_core::{ErrorKind, Result};
 
 use crate::Version;
 use crate::ids::WorkerRank;
-use crate::msgpack::{MsgpackReader, MsgpackWriter};
+use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
 
 const TAG: &[u8] = b"get_meta_msg";
 
@@ -45,11 +45,6 @@ impl HandshakeRequest {
         Ok(HandshakeRequest { rank, pipeline_aware })
     }
 
-    /// Creates the request for `rank` in either form.
-    pub(super) fn of(rank: WorkerRank, pipeline_aware: bool) -> Self {
-        HandshakeRequest { rank, pipeline_aware }
-    }
-
     /// Returns the requested worker.
     pub fn rank(&self) -> WorkerRank {
         self.rank
@@ -63,9 +58,14 @@ impl HandshakeRequest {
 
     /// Encodes the request.
     pub fn encode(&self) -> Vec<u8> {
+        self.encode_after(TAG)
+    }
+
+    /// Encodes the request with this first item.
+    pub(super) fn encode_after(&self, first: &[u8]) -> Vec<u8> {
         let mut writer = MsgpackWriter::default();
         writer.array(if self.pipeline_aware { 3 } else { 2 });
-        writer.binary(TAG);
+        writer.binary(first);
         if self.pipeline_aware {
             writer.unsigned(self.rank.pp.into());
         }
@@ -85,26 +85,36 @@ impl HandshakeRequest {
                  and later: upgrade it",
             ));
         }
-        let mut reader = MsgpackReader::new("handshake request", bytes, Self::MAX_LEN)?;
+        let check_tag = |reader: &MsgpackReader<'_>, tag: &[u8]| match tag {
+            TAG => Ok(()),
+            _ => {
+                let found = tag.escape_ascii();
+                Err(reader.malformed(format_args!("expected get_meta_msg, found \"{found}\"")))
+            }
+        };
+        let (request, ()) =
+            Self::decode_after("handshake request", bytes, Self::MAX_LEN, check_tag)?;
+        Ok(request)
+    }
+
+    /// Decodes a request of either form, whose first item `read` reads.
+    pub(super) fn decode_after<'a, T>(
+        what: &'static str,
+        bytes: &'a [u8],
+        max: usize,
+        read: impl FnOnce(&MsgpackReader<'a>, &'a [u8]) -> msgpack::Result<T>,
+    ) -> msgpack::Result<(Self, T)> {
+        let mut reader = MsgpackReader::new(what, bytes, max)?;
         let fields = reader.array(3)?;
         if fields < 2 {
-            return Err(reader
-                .malformed(format_args!("expected 2 or 3 items, found {fields}"))
-                .into());
+            return Err(reader.malformed(format_args!("expected 2 or 3 items, found {fields}")));
         }
-        let tag = reader.binary_or_text()?;
-        if tag != TAG {
-            return Err(reader
-                .malformed(format_args!(
-                    "expected get_meta_msg, found {:?}",
-                    tag.escape_ascii().to_string()
-                ))
-                .into());
-        }
+        let first = reader.binary_or_text()?;
+        let first = read(&reader, first)?;
         let pipeline_aware = fields == 3;
         let pp = if pipeline_aware { reader.unsigned_32()? } else { 0 };
         let tp = reader.unsigned_32()?;
         reader.end()?;
-        Ok(HandshakeRequest { rank: WorkerRank { pp, tp }, pipeline_aware })
+        Ok((HandshakeRequest { rank: WorkerRank { pp, tp }, pipeline_aware }, first))
     }
 }

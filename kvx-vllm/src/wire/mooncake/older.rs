@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use kvx_core::{ErrorKind, Result};
 
 use super::{PullRequest, PulledRequest};
-use crate::msgpack::{MsgpackReader, MsgpackWriter};
-use crate::wire::record::{Record, RecordFields, Shape};
+use crate::msgpack::MsgpackReader;
+use crate::wire::record::{Record as _, RecordFields, Shape, record};
 
 const WHAT: &str = "pull request of vLLM before 0.16";
 
@@ -156,46 +156,20 @@ impl OlderPullRequest {
             })?,
             block_ids: fields
                 .required("block_ids", |reader| reader.list(PullRequest::MAX_ITEMS, blocks))?,
-            kvx_question: fields
-                .nullable("kvx_question", |reader| Ok(reader.binary()?.to_vec()))?,
+            kvx_question: fields.nullable("kvx_question", MsgpackReader::owned_binary)?,
             shape: fields.shape(),
         })
     }
 }
 
-impl Record for OlderPullRequest {
-    const KEYS: &'static [&'static str] = &[
-        "remote_hostname",
-        "remote_port",
-        "request_ids",
-        "kv_caches_base_addr",
-        "block_ids",
-        "kvx_question",
-    ];
-
-    fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    fn is_default(&self, key: &str) -> bool {
-        key == "kvx_question" && self.kvx_question.is_none()
-    }
-
-    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
-        match key {
-            "remote_hostname" => writer.text(&self.remote_hostname),
-            "remote_port" => writer.unsigned(self.remote_port.into()),
-            "request_ids" => writer.list(&self.request_ids, |writer, request| writer.text(request)),
-            "kv_caches_base_addr" => {
-                writer.list(&self.kv_caches_base_addr, |writer, address| writer.unsigned(*address));
-            }
-            "block_ids" => writer.list(&self.block_ids, |writer, blocks| {
-                writer.list(blocks, |writer, id| writer.unsigned((*id).into()));
-            }),
-            "kvx_question" => writer.optional(self.kvx_question.as_deref(), MsgpackWriter::binary),
-            other => unreachable!("{other} is not a key of a {WHAT}"),
-        }
-    }
+record! {
+    OlderPullRequest as request:
+    "remote_hostname" => remote_hostname,
+    "remote_port" => remote_port,
+    "request_ids" => request_ids,
+    "kv_caches_base_addr" => kv_caches_base_addr,
+    "block_ids" => block_ids,
+    "kvx_question" => kvx_question or None,
 }
 
 impl OlderAnswer {

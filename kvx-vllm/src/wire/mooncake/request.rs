@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use kvx_core::Result;
 
-use crate::msgpack::{self, MsgpackReader, MsgpackWriter};
+use crate::msgpack::{self, MsgpackReader, MsgpackValue, MsgpackWriter};
 use crate::wire::PushGrant;
-use crate::wire::record::{Record, RecordFields, Shape};
+use crate::wire::record::{Record as _, RecordFields, Shape, record};
 
 const WHAT: &str = "pull request";
 
@@ -174,28 +174,18 @@ impl PullRequest {
             kv_caches_base_addr: fields.required("kv_caches_base_addr", addresses)?,
             block_lens: fields.required("block_lens", addresses)?,
             kv_block_lens: fields.required("kv_block_lens", addresses)?,
-            registered_layer_names: fields
-                .optional("registered_layer_names", names)?
-                .unwrap_or_default(),
-            registered_layer_indices: fields
-                .optional("registered_layer_indices", indices)?
-                .unwrap_or_default(),
-            registered_group_indices: fields
-                .optional("registered_group_indices", indices)?
-                .unwrap_or_default(),
+            registered_layer_names: fields.or_default("registered_layer_names", names)?,
+            registered_layer_indices: fields.or_default("registered_layer_indices", indices)?,
+            registered_group_indices: fields.or_default("registered_group_indices", indices)?,
             registered_shared_group_ids: fields
-                .optional("registered_shared_group_ids", shared)?
-                .unwrap_or_default(),
-            registered_row_offsets: fields
-                .optional("registered_row_offsets", indices)?
-                .unwrap_or_default(),
+                .or_default("registered_shared_group_ids", shared)?,
+            registered_row_offsets: fields.or_default("registered_row_offsets", indices)?,
             remote_pp_size: fields.optional("remote_pp_size", MsgpackReader::size)?.unwrap_or(1),
-            layout_id: fields.optional("layout_id", MsgpackReader::unsigned)?.unwrap_or(0),
-            kvx_metadata: fields
-                .nullable("kvx_metadata", |reader| Ok(reader.binary()?.to_vec()))?,
+            layout_id: fields.or_default("layout_id", MsgpackReader::unsigned)?,
+            kvx_metadata: fields.nullable("kvx_metadata", MsgpackReader::owned_binary)?,
             kvx_block_size: fields.nullable("kvx_block_size", MsgpackReader::size)?,
             kvx_engine_id: fields.nullable("kvx_engine_id", MsgpackReader::owned_text)?,
-            kvx_grants: fields.optional("kvx_grants", grants)?.unwrap_or_default(),
+            kvx_grants: fields.or_default("kvx_grants", grants)?,
             shape: fields.shape(),
         })
     }
@@ -226,104 +216,37 @@ fn grants(reader: &mut MsgpackReader<'_>) -> msgpack::Result<BTreeMap<String, Ve
     (0..count).map(|_| Ok((reader.owned_text()?, regions(reader)?))).collect()
 }
 
-impl Record for PullRequest {
-    const KEYS: &'static [&'static str] = &[
-        "remote_hostname",
-        "remote_port",
-        "remote_tp_size",
-        "remote_tp_rank",
-        "req_blocks",
-        "kv_caches_base_addr",
-        "block_lens",
-        "kv_block_lens",
-        "registered_layer_names",
-        "registered_layer_indices",
-        "registered_group_indices",
-        "registered_shared_group_ids",
-        "registered_row_offsets",
-        "remote_pp_size",
-        "layout_id",
-        "kvx_metadata",
-        "kvx_block_size",
-        "kvx_engine_id",
-        "kvx_grants",
-    ];
+record! {
+    PullRequest as request:
+    "remote_hostname" => remote_hostname,
+    "remote_port" => remote_port,
+    "remote_tp_size" => remote_tp_size,
+    "remote_tp_rank" => remote_tp_rank,
+    "req_blocks" => req_blocks,
+    "kv_caches_base_addr" => kv_caches_base_addr,
+    "block_lens" => block_lens,
+    "kv_block_lens" => kv_block_lens,
+    "registered_layer_names" => registered_layer_names or Vec::new(),
+    "registered_layer_indices" => registered_layer_indices or Vec::new(),
+    "registered_group_indices" => registered_group_indices or Vec::new(),
+    "registered_shared_group_ids" => registered_shared_group_ids or Vec::new(),
+    "registered_row_offsets" => registered_row_offsets or Vec::new(),
+    "remote_pp_size" => remote_pp_size or 1,
+    "layout_id" => layout_id or 0,
+    "kvx_metadata" => kvx_metadata or None,
+    "kvx_block_size" => kvx_block_size or None,
+    "kvx_engine_id" => kvx_engine_id or None,
+    "kvx_grants" => kvx_grants or BTreeMap::new(),
+}
 
-    fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    fn is_default(&self, key: &str) -> bool {
-        match key {
-            "registered_layer_names" => self.registered_layer_names.is_empty(),
-            "registered_layer_indices" => self.registered_layer_indices.is_empty(),
-            "registered_group_indices" => self.registered_group_indices.is_empty(),
-            "registered_shared_group_ids" => self.registered_shared_group_ids.is_empty(),
-            "registered_row_offsets" => self.registered_row_offsets.is_empty(),
-            "remote_pp_size" => self.remote_pp_size == 1,
-            "layout_id" => self.layout_id == 0,
-            "kvx_metadata" => self.kvx_metadata.is_none(),
-            "kvx_block_size" => self.kvx_block_size.is_none(),
-            "kvx_engine_id" => self.kvx_engine_id.is_none(),
-            "kvx_grants" => self.kvx_grants.is_empty(),
-            _ => false,
-        }
-    }
-
-    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
-        fn addresses(writer: &mut MsgpackWriter, addresses: &[u64]) {
-            writer.list(addresses, |writer, address| writer.unsigned(*address));
-        }
-        fn indices(writer: &mut MsgpackWriter, indices: &[i64]) {
-            writer.list(indices, |writer, index| writer.signed(*index));
-        }
-        match key {
-            "remote_hostname" => writer.text(&self.remote_hostname),
-            "remote_port" => writer.unsigned(self.remote_port.into()),
-            "remote_tp_size" => writer.unsigned(self.remote_tp_size.into()),
-            "remote_tp_rank" => writer.unsigned(self.remote_tp_rank.into()),
-            "req_blocks" => {
-                writer.map(self.req_blocks.len());
-                for request in &self.req_blocks {
-                    writer.text(&request.request_id);
-                    writer.array(2);
-                    writer.text(&request.transfer_id);
-                    writer.list(&request.block_ids, |writer, group| {
-                        writer.list(group, |writer, id| writer.unsigned((*id).into()));
-                    });
-                }
-            }
-            "kv_caches_base_addr" => addresses(writer, &self.kv_caches_base_addr),
-            "block_lens" => addresses(writer, &self.block_lens),
-            "kv_block_lens" => addresses(writer, &self.kv_block_lens),
-            "registered_layer_names" => {
-                writer.list(&self.registered_layer_names, |writer, name| writer.text(name))
-            }
-            "registered_layer_indices" => indices(writer, &self.registered_layer_indices),
-            "registered_group_indices" => indices(writer, &self.registered_group_indices),
-            "registered_shared_group_ids" => {
-                writer.list(&self.registered_shared_group_ids, |writer, groups| {
-                    indices(writer, groups)
-                });
-            }
-            "registered_row_offsets" => indices(writer, &self.registered_row_offsets),
-            "remote_pp_size" => writer.unsigned(self.remote_pp_size.into()),
-            "layout_id" => writer.unsigned(self.layout_id),
-            "kvx_metadata" => writer.optional(self.kvx_metadata.as_deref(), MsgpackWriter::binary),
-            "kvx_block_size" => {
-                writer.optional(self.kvx_block_size.as_ref(), |writer, size| {
-                    writer.unsigned((*size).into())
-                });
-            }
-            "kvx_engine_id" => writer.optional(self.kvx_engine_id.as_deref(), MsgpackWriter::text),
-            "kvx_grants" => {
-                writer.map(self.kvx_grants.len());
-                for (request, regions) in &self.kvx_grants {
-                    writer.text(request);
-                    writer.list(regions, |writer, region| writer.binary(region));
-                }
-            }
-            other => unreachable!("{other} is not a key of a {WHAT}"),
+impl MsgpackValue for Vec<PulledRequest> {
+    fn write_to(&self, writer: &mut MsgpackWriter) {
+        writer.map(self.len());
+        for request in self {
+            writer.text(&request.request_id);
+            writer.array(2);
+            writer.text(&request.transfer_id);
+            request.block_ids.write_to(writer);
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use kvx_core::Result;
 
-use crate::msgpack::{MsgpackReader, MsgpackWriter};
-use crate::wire::record::{Record, RecordFields, Shape};
+use crate::msgpack::{MsgpackReader, MsgpackValue, MsgpackWriter};
+use crate::wire::record::{Record as _, RecordFields, Shape, record};
 
 const WHAT: &str = "pull response";
 
@@ -85,46 +85,25 @@ impl PullResponse {
             ok_reqs: fields.nullable("ok_reqs", ids)?,
             err_reqs: fields.nullable("err_reqs", ids)?,
             err_msg: fields.nullable("err_msg", MsgpackReader::owned_text)?,
-            layout_id: fields.optional("layout_id", MsgpackReader::unsigned)?.unwrap_or(0),
+            layout_id: fields.or_default("layout_id", MsgpackReader::unsigned)?,
             kvx_settled: fields.optional("kvx_settled", MsgpackReader::unsigned)? == Some(1),
             shape: fields.shape(),
         })
     }
 }
 
-impl Record for PullResponse {
-    const KEYS: &'static [&'static str] =
-        &["status", "ok_reqs", "err_reqs", "err_msg", "layout_id", "kvx_settled"];
+record! {
+    PullResponse as response:
+    "status" => status,
+    "ok_reqs" => ok_reqs or None,
+    "err_reqs" => err_reqs or None,
+    "err_msg" => err_msg or None,
+    "layout_id" => layout_id or 0,
+    "kvx_settled" => kvx_settled or false,
+}
 
-    fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    fn is_default(&self, key: &str) -> bool {
-        match key {
-            "ok_reqs" => self.ok_reqs.is_none(),
-            "err_reqs" => self.err_reqs.is_none(),
-            "err_msg" => self.err_msg.is_none(),
-            "layout_id" => self.layout_id == 0,
-            "kvx_settled" => !self.kvx_settled,
-            _ => false,
-        }
-    }
-
-    fn write(&self, key: &str, writer: &mut MsgpackWriter) {
-        let ids = |writer: &mut MsgpackWriter, ids: &Option<Vec<String>>| {
-            writer.optional(ids.as_deref(), |writer, ids| {
-                writer.list(ids, |writer, id| writer.text(id))
-            });
-        };
-        match key {
-            "status" => writer.unsigned(self.status as u64),
-            "ok_reqs" => ids(writer, &self.ok_reqs),
-            "err_reqs" => ids(writer, &self.err_reqs),
-            "err_msg" => writer.optional(self.err_msg.as_deref(), MsgpackWriter::text),
-            "layout_id" => writer.unsigned(self.layout_id),
-            "kvx_settled" => writer.unsigned(self.kvx_settled.into()),
-            other => unreachable!("{other} is not a key of a {WHAT}"),
-        }
+impl MsgpackValue for PullStatus {
+    fn write_to(&self, writer: &mut MsgpackWriter) {
+        writer.unsigned(*self as u64);
     }
 }

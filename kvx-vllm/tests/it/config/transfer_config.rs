@@ -358,12 +358,6 @@ fn an_engine_id_is_a_fresh_uuid_unless_written() {
 }
 
 #[test]
-fn compute_hash_is_vllms() {
-    assert_eq!(config("{}").compute_hash(), "d751713988987e9331980363e24189ce");
-    assert_eq!(config(&nixl("")).compute_hash(), "d751713988987e9331980363e24189ce");
-}
-
-#[test]
 fn an_absent_buffer_device_falls_back_to_host_memory_with_one_warning() {
     let cuda = nixl(r#", "kv_buffer_device": "cuda""#);
     let config = config(&cuda);
@@ -433,6 +427,25 @@ fn a_module_path_needs_a_registered_connector() {
 }
 
 #[test]
+fn kvx_connector_is_read_as_vllm_is_given_it() {
+    let text = r#"{"kv_connector": "KvxConnector", "kv_role": "kv_consumer", "kv_connector_module_path": "kvx.vllm"}"#;
+    let config = config(text);
+    assert_eq!(config.connector(), Some(&ConnectorKind::NixlPull));
+    assert!(config.has_connector("KvxConnector"));
+    for without in [
+        r#"{"kv_connector": "KvxConnector", "kv_role": "kv_both"}"#,
+        r#"{"kv_connector": "KvxConnector", "kv_role": "kv_both", "kv_connector_module_path": "kvx"}"#,
+    ] {
+        let error = refused(without);
+        assert!(error.contains(r#"needs "kv_connector_module_path": "kvx.vllm""#), "{error}");
+    }
+    // It is kvx's name with the module's only: others may be registered.
+    let program = Surroundings::default().connector("KvxConnector");
+    let own = within(r#"{"kv_connector": "KvxConnector", "kv_role": "kv_both"}"#, &program);
+    assert_eq!(own.connector(), Some(&ConnectorKind::Own("KvxConnector".into())));
+}
+
+#[test]
 fn multi_connector_looks_into_its_children() {
     let text = r#"{"kv_connector": "MultiConnector", "kv_role": "kv_producer", "engine_id": "e",
         "kv_connector_extra_config": {"kv_compat": "0.20", "connectors": [
@@ -478,8 +491,6 @@ fn kvx_tables_reject_unknown_keys_and_other_keys_are_kept_with_a_warning() {
     ));
     assert_eq!(config.extra()["my_key"], json!({"a": 1}), "kept");
     assert_eq!(config.extra()["tcp"]["bind"], "10.0.0.1");
-    assert_eq!(config.get_from_extra_config("my_key", &json!(0)), &json!({"a": 1}));
-    assert_eq!(config.get_from_extra_config("absent", &json!(5)), &json!(5));
     assert_eq!(concerns(&config), [Concern::Unknown]);
     assert!(
         config.warnings()[0].sentence().starts_with("kv_connector_extra_config.my_key is kept")

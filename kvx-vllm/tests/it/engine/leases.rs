@@ -2,11 +2,13 @@
 
 use std::time::Duration;
 
+use kvx_core::{ErrorKind, Secret};
 use kvx_testkit::test;
 use kvx_vllm::Version;
 use kvx_vllm::config::{BlockRelease, LeaseTime};
-use kvx_vllm::engine::{ConsumerRule, Kept, Outcome, Settings, Status};
-use kvx_vllm::params::TransferParams;
+use kvx_vllm::engine::{ConsumerRule, Kept, Outcome, ParamsTrust, Settings, Status};
+use kvx_vllm::params::{TransferMode, TransferParams};
+use kvx_vllm::wire::EngineNotification;
 
 use super::rig::{Rig, at, beats, plan, prefilled, settings};
 
@@ -450,4 +452,72 @@ fn invalid_notifications_change_nothing() {
     assert_eq!(prefill.outcomes(1.0), []);
     prefill.notified(2.0, "d/0", b"p-r:1");
     assert_eq!(prefill.outcomes(2.0), [freed("p-r")]);
+}
+
+fn trust(byte: u8) -> ParamsTrust {
+    ParamsTrust::new::<String>(Some(&Secret::from_bytes([byte; Secret::LEN])), [])
+}
+
+/// Returns a release by a router with this secret.
+fn release(secret: u8, engine: &str, request: &str) -> Vec<u8> {
+    let proof = trust(secret).sign_release(engine, request, Duration::from_secs(60)).unwrap();
+    EngineNotification::release(request, proof).unwrap().encode()
+}
+
+#[test]
+fn a_release_with_the_fleets_secret_frees_blocks_once() {
+    let mut prefill = Rig::new(Settings { trust: trust(1), ..settings("p") });
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.notified(1.0, "router", &release(1, "p", "p-r"));
+    assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+    prefill.notified(2.0, "router", &release(1, "p", "p-r"));
+    assert_eq!(prefill.outcomes(2.0), []);
+    // No decode has read these blocks, so a release that is late means no harm.
+    assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
+    assert!(prefill.scheduler.is_empty() && prefill.worker.is_empty());
+}
+
+#[test]
+fn a_release_before_the_worker_knows_the_end_of_the_prefill_counts() {
+    let mut prefill = Rig::new(Settings { trust: trust(1), ..settings("p") });
+    prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
+    prefill.allocate(0.0, "p-r", 100, 0);
+    prefill.step(0.0);
+    assert!(prefill.ends(1.0, "p-r", Status::LengthCapped, 40).delay_free);
+    prefill.notified(1.0, "router", &release(1, "p", "p-r"));
+    prefill.step(1.0);
+    assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+}
+
+#[test]
+fn releases_without_the_fleets_secret_are_refused() {
+    for (secret, engine, by) in [(Some(1), "p", 2), (Some(1), "other", 1), (None, "p", 1)] {
+        let trust = secret.map(trust).unwrap_or_default();
+        let mut prefill = Rig::new(Settings { trust, ..settings("p") });
+        prefill.prefill(0.0, "p-r", 40);
+        let refused = prefill.try_notified(1.0, "router", &release(by, engine, "p-r"));
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Authentication, "{secret:?} {engine}");
+        assert_eq!(prefill.outcomes(1.0), [], "{secret:?} {engine}");
+        prefill.notified(2.0, "d/0", b"p-r:1");
+        assert_eq!(prefill.outcomes(2.0), [freed("p-r")]);
+    }
+}
+
+#[test]
+fn a_release_does_not_free_blocks_that_one_of_several_decode_ranks_has_read() {
+    let mut prefill = Rig::new(Settings { trust: trust(1), ..settings("p") });
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.notified(1.0, "d/0", b"p-r:2");
+    prefill.notified(2.0, "router", &release(1, "p", "p-r"));
+    assert_eq!(prefill.outcomes(2.0), [], "the other rank may read");
+    prefill.notified(3.0, "d/1", b"p-r:2");
+    assert_eq!(prefill.outcomes(3.0), [freed("p-r")]);
+}
+
+#[test]
+fn pushed_blocks_are_not_released() {
+    let mode = TransferMode::Push;
+    let mut prefill = Rig::new(Settings { trust: trust(1), mode, ..settings("p") });
+    let refused = prefill.try_notified(1.0, "router", &release(1, "p", "p-r"));
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::Unsupported);
 }

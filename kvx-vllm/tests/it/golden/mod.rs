@@ -6,6 +6,8 @@
 mod compatibility_hash;
 #[cfg(feature = "protocol")]
 mod dialects;
+#[cfg(feature = "events")]
+mod events;
 #[cfg(feature = "protocol")]
 mod handshake;
 mod http;

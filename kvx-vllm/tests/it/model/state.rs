@@ -266,6 +266,7 @@ impl fmt::Debug for Message {
                 write!(f, "Heartbeat({}", request_ids.join(","))?
             }
             EngineNotification::Registration(of) => write!(f, "Registration({}", of.request_id)?,
+            EngineNotification::Release { request_id, .. } => write!(f, "Release({request_id}")?,
         }
         write!(f, " to {:?})", self.to)
     }

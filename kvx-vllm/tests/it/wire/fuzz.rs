@@ -7,7 +7,7 @@ use kvx_vllm::engine::{
     BlockLists, ConnectorMeta, FailedLoad, LoadFailure, SendOrder, Time, WorkerOutput,
 };
 use kvx_vllm::wire::fuzz;
-use kvx_vllm::{group, zmtp};
+use kvx_vllm::{events, group, zmtp};
 
 use crate::golden;
 
@@ -187,8 +187,19 @@ fn frames_of_zeromq() {
 }
 
 #[test]
+fn batches_of_cache_events() {
+    let file = golden::json("kv_events.json");
+    let batches = file["cases"].as_array().expect("cases").iter();
+    let mut seeds: Vec<Vec<u8>> =
+        batches.map(|case| golden::hex(case["hex"].as_str().expect("hex"))).collect();
+    seeds.push(b"topic\xfe\0\0\0\0\0\0\0\x07\xfe\x92\0\x90".to_vec());
+    run("events", &seeds, events::fuzz::events);
+}
+
+#[test]
 fn what_fuzzing_found_is_held() {
-    for targets in [fuzz::TARGETS, group::fuzz::TARGETS, zmtp::fuzz::TARGETS] {
+    let all = [fuzz::TARGETS, events::fuzz::TARGETS, group::fuzz::TARGETS, zmtp::fuzz::TARGETS];
+    for targets in all {
         kvx_testkit::replay(targets);
     }
 }

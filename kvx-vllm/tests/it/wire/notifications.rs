@@ -32,6 +32,21 @@ fn malformed_notifications_are_errors() {
     }
 }
 
+#[test]
+fn a_release_has_a_proof_and_any_request_id() {
+    for id in ["cmpl-u-0-bbb18847", "with:colons:", ":"] {
+        let release = EngineNotification::release(id, "12:ab").unwrap();
+        assert_eq!(EngineNotification::decode(&release.encode()).unwrap(), release);
+    }
+    assert!(EngineNotification::release("", "12:ab").is_err());
+    for bytes in [&b"KVX_RELEASE:"[..], b"KVX_RELEASE:12:ab", b"KVX_RELEASE:12:ab:"] {
+        let error = EngineNotification::decode(bytes).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Malformed, "{}", bytes.escape_ascii());
+    }
+    // A completion of such a request would be read as a release.
+    assert!(EngineNotification::done("KVX_RELEASE:12:ab:r", 1).is_err());
+}
+
 // vLLM 47: malformed push registrations are errors, not crashes
 #[test]
 fn malformed_registrations_are_errors_that_name_the_key() {

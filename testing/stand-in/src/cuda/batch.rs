@@ -19,73 +19,70 @@ struct CopyAttributes {
     flags: c_uint,
 }
 
-struct Batch {
+/// Contiguous copies, `count` of each table.
+#[derive(Clone, Copy)]
+struct Copies {
     to: In<u64>,
     from: In<u64>,
     len: In<usize>,
     count: usize,
-    attributes: In<CopyAttributes>,
-    places: In<usize>,
-    attribute_count: usize,
-    stream: Handle,
 }
 
-impl Batch {
-    fn run(&self) -> Answer {
-        // The driver rejects its default stream here.
-        let several = self.count > 0 && (1..=self.count).contains(&self.attribute_count);
-        if self.stream == 0 || !several || self.places.get()? != 0 {
+/// The attributes of copies, each with the first copy that it applies to.
+#[derive(Clone, Copy)]
+struct Attributes {
+    each: In<CopyAttributes>,
+    places: In<usize>,
+    count: usize,
+}
+
+fn run(copies: Copies, attributes: Attributes, stream: Handle) -> Answer {
+    // The driver rejects its default stream here.
+    let several = copies.count > 0 && (1..=copies.count).contains(&attributes.count);
+    if stream == 0 || !several || attributes.places.get()? != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    for at in 0..attributes.count {
+        let known = (1..=3).contains(&attributes.each.at(at)?.order);
+        if !known || (at > 0 && attributes.places.at(at)? <= attributes.places.at(at - 1)?) {
             return Err(Code::INVALID_VALUE);
         }
-        for at in 0..self.attribute_count {
-            let known = (1..=3).contains(&self.attributes.at(at)?.order);
-            if !known || (at > 0 && self.places.at(at)? <= self.places.at(at - 1)?) {
-                return Err(Code::INVALID_VALUE);
-            }
-        }
-        let stream = stream::of(self.stream, current()?)?;
-        for at in 0..self.count {
-            let (to, from) = (End::of(self.to.at(at)?), End::of(self.from.at(at)?));
-            copies::copy(&stream, Rows::one(to, from, self.len.at(at)?))?;
-        }
-        Ok(())
     }
+    let stream = stream::of(stream, current()?)?;
+    for at in 0..copies.count {
+        let (to, from) = (End::of(copies.to.at(at)?), End::of(copies.from.at(at)?));
+        copies::copy(&stream, Rows::one(to, from, copies.len.at(at)?))?;
+    }
+    Ok(())
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuMemcpyBatchAsync(
-    to: In<u64>,
-    from: In<u64>,
-    len: In<usize>,
-    count: usize,
-    attributes: In<CopyAttributes>,
-    places: In<usize>,
-    attribute_count: usize,
-    failed: Out<usize>,
-    stream: Handle,
-) -> c_int {
-    answer("cuMemcpyBatchAsync", || {
-        let batch = Batch { to, from, len, count, attributes, places, attribute_count, stream };
-        let done = batch.run();
-        if done.is_err() {
-            failed.set_if_wanted(usize::MAX);
+/// Defines a version of the driver's function, which may have an argument for the copy that failed.
+macro_rules! batch_function {
+    ($name:ident $(, $failed:ident: $Failed:ty)?) => {
+        #[unsafe(no_mangle)]
+        extern "C" fn $name(
+            to: In<u64>,
+            from: In<u64>,
+            len: In<usize>,
+            copy_count: usize,
+            attributes: In<CopyAttributes>,
+            places: In<usize>,
+            attribute_count: usize,
+            $($failed: $Failed,)?
+            stream: Handle,
+        ) -> c_int {
+            answer(stringify!($name), || {
+                let copies = Copies { to, from, len, count: copy_count };
+                let attributes = Attributes { each: attributes, places, count: attribute_count };
+                let done = run(copies, attributes, stream);
+                $(if done.is_err() {
+                    $failed.set_if_wanted(usize::MAX);
+                })?
+                done
+            })
         }
-        done
-    })
+    };
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn cuMemcpyBatchAsync_v2(
-    to: In<u64>,
-    from: In<u64>,
-    len: In<usize>,
-    count: usize,
-    attributes: In<CopyAttributes>,
-    places: In<usize>,
-    attribute_count: usize,
-    stream: Handle,
-) -> c_int {
-    answer("cuMemcpyBatchAsync_v2", || {
-        Batch { to, from, len, count, attributes, places, attribute_count, stream }.run()
-    })
-}
+batch_function!(cuMemcpyBatchAsync, failed: Out<usize>);
+batch_function!(cuMemcpyBatchAsync_v2);

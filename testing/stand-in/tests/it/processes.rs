@@ -4,7 +4,7 @@
 use std::io::Write as _;
 use std::time::Duration;
 
-use kvx_testkit::{Child, test};
+use kvx_testkit::{Child, hex, test, unhex};
 
 use crate::cuda::{Cuda, Handle};
 use crate::symbols::{Opened, call};
@@ -48,15 +48,6 @@ fn next_line() -> Option<String> {
     let mut line = String::new();
     let read = std::io::stdin().read_line(&mut line).expect("standard input is readable");
     (read > 0).then(|| line.trim_end().to_owned())
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn unhex(text: &str) -> Vec<u8> {
-    let byte = |at: usize| u8::from_str_radix(&text[at..at + 2], 16).expect("a byte");
-    (0..text.len()).step_by(2).map(byte).collect()
 }
 
 /// Shares memory, returns its content, and frees it.

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 
+import versions
 from servers import (Fleet, Server, Vllm, abort, check, children, clean_environment, end, ports, prompts, row, still_in_use,
                      through, words_of)
 
@@ -166,8 +167,12 @@ def times(count=20):
 
 
 def through_router():
-    """What clients ask for, through `kvx proxy`, beside one server alone; and clients that leave."""
-    with Fleet(vllm("prefill", "kv_producer"), vllm("decode", "kv_consumer")) as (prefill, decode):
+    """What clients ask for, through `kvx proxy`, beside one server alone; and clients that leave. The fleet has a secret."""
+    secret = os.path.join(WORK, "fleet.secret")
+    if not os.path.exists(secret):
+        subprocess.run([os.path.join(BUILT, "kvx"), "secret", secret], check=True, timeout=60)
+    fleet = {"variables": {"KVX_SECRET_FILE": secret}}
+    with Fleet(vllm("prefill", "kv_producer", **fleet), vllm("decode", "kv_consumer", **fleet)) as (prefill, decode):
         port = ports(1)[0]
         words = [os.path.join(BUILT, "kvx"), "proxy", "--prefill", f"http://127.0.0.1:{prefill.port}", "--decode",
                  f"http://127.0.0.1:{decode.port}", "--host", "127.0.0.1", "--port", str(port)]
@@ -198,18 +203,117 @@ def through_router():
             check(text == alone, f"router: streamed {text!r} beside {alone!r}")
             abort(prefill, decode, 200)
             result = equal(prefill, decode, prefill, 9, "after aborts")
+            moved = decode.figure(["vllm:nixl_bytes_transferred_sum"])
+            check(moved, f"router: {moved} bytes moved: the decode has computed the prompts itself")
             used = still_in_use((prefill, decode))
             check(used == 0, f"router: {used} of a KV cache is still held")
             row("kvx proxy: logprobs, stop, n, stream; 200 aborts", "tiny-float32", result, f"{texts + (text == alone)} of 5 texts equal")
 
 
-def unit():
+def script(name):
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+
+
+def unit(version=versions.INSTALLED):
     """vLLM's own unit tests."""
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "unit.py")
-    done = subprocess.run([sys.executable, script, WORK, SITE], stdout=subprocess.PIPE, text=True, timeout=1200)
+    done = subprocess.run([sys.executable, script("unit.py"), WORK, SITE, version], stdout=subprocess.PIPE, text=True, timeout=1200)
     print(done.stdout, flush=True)
-    check(done.returncode == 0, "vLLM's own unit tests")
-    row("vLLM's unit tests of remote prefill and decode", "", done.stdout.strip().splitlines()[-1].strip("= "), "")
+    check(done.returncode == 0, f"the unit tests of vLLM {version}")
+    row(f"unit tests of vLLM {version}", "", done.stdout.strip().splitlines()[-1].strip("= "), "")
+
+
+def of_version(version):
+    """A pair of another version: all prompts, and a decode that comes after the blocks were reused."""
+    folder = versions.fetch(WORK, version)
+    variables = {"PYTHONPATH": f"{SITE}:{folder}"} if folder else {}
+    options = dict(variables=variables, kv_lease_duration=LEASE, backends=["SHM"])
+    with Fleet(vllm("prefill", "kv_producer", **options),
+               vllm("decode", "kv_consumer", **options, kv_load_failure_policy="recompute")) as (prefill, decode):
+        for server in (prefill, decode):
+            runs = json.loads(server.ask("GET", "/version", None)[1])["version"]
+            check(runs == version, f"{server.name} is {runs}, not {version}")
+        result = equal(prefill, decode, prefill, 1, version)
+        moved = carried(decode, "SHM")
+        memory = decode.said("KvxConnector: the KV cache lies in")[0].rpartition(" lies in ")[2].split(",")[0]
+        check((memory == "shared memory") == (version != "0.30.0"), f"{version}: the KV cache lies in {memory}")
+        pair = Troubles(f"{version}", prefill, decode)
+        made = pair.prefilled(3)
+        time.sleep(LEASE + 2)
+        pair.reuse()
+        late = [through_decode(decode, *each) for each in made]
+        check(all(late), f"{version}: decodes that come late: {late}")
+        stale = decode.figure(["vllm:kvx_num_stale_loads_total"])
+        check(stale == len(made), f"{version}: vLLM counts {stale} stale loads of {len(made)}")
+        check(prefill.healthy() and decode.healthy(), f"{version}: an engine has ended")
+        row(f"a pair of vLLM {version}, in {memory}", "tiny-float32", f"{result}; {sum(late)} of {len(late)} late", moved)
+
+
+def through_decode(decode, prompt, params, plain):
+    """Returns whether a decode with these parameters has the tokens of one server alone."""
+    status, answer = decode.complete(prompt, 12, 120, kv_transfer_params=params)
+    return status == 200 and answer["choices"][0]["token_ids"] == plain[:12]
+
+
+# Imports kvx.vllm in a vLLM of a version that nobody has tested, and in one without a module that it needs.
+UNTESTED = """
+import sys, types, vllm
+
+vllm.__version__ = "0.99.1"
+sys.modules["vllm.v1.metrics.utils"] = None
+try:
+    import kvx.vllm
+except ImportError as error:
+    print("refused:", error)
+del sys.modules["vllm.v1.metrics.utils"]
+import kvx.vllm
+
+parallel = types.SimpleNamespace(distributed_executor_backend=None, prefill_context_parallel_size=1)
+transfer = types.SimpleNamespace(kv_connector_extra_config={})
+kvx.vllm._check(types.SimpleNamespace(model_config=None, parallel_config=parallel, kv_transfer_config=transfer))
+"""
+
+
+def untested():
+    """What KvxConnector says in versions that were not tested."""
+    environment = dict(clean_environment(), PYTHONPATH=SITE, VLLM_TARGET_DEVICE="cpu", VLLM_NO_USAGE_STATS="1")
+    done = subprocess.run([sys.executable, "-c", UNTESTED], env=environment, capture_output=True, text=True, timeout=900)
+    said, ours = done.stdout + done.stderr, ", ".join(version.rpartition(".")[0] for version in versions.VERSIONS)
+    check(done.returncode == 0, said[-2000:])
+    for words in ("refused: KvxConnector was", "KvxConnector was"):
+        check(f"{words} tested with vLLM {ours}, and this is 0.99.1" in said, f"a vLLM that was not tested: {said[-2000:]}")
+    row("an untested vLLM", "", "a warning, and an error where it lacks something", "")
+
+
+def all_versions():
+    """Each version of vLLM: its own unit tests, and a pair."""
+    untested()
+    for version in versions.VERSIONS:
+        unit(version)
+        of_version(version)
+
+
+ROUNDS = 3  # of the part `overhead`
+MOST = 50  # microseconds of a step
+
+
+def overhead():
+    """The CPU of a step with an idle connector, beside none and beside NixlConnector, in turns."""
+    found = {}
+    for _ in range(ROUNDS):
+        for connector in ("none", "KvxConnector", "NixlConnector"):
+            environment = Vllm(WORK, ["vllm"], f"overhead-{connector}", "tiny-float32", {"PYTHONPATH": SITE, "UCX_NET_DEVICES": "lo"}).environment
+            done = subprocess.run([sys.executable, script("overhead.py"), "tiny-float32", connector], cwd=MODELS, env=environment,
+                                  stdout=subprocess.PIPE, text=True, timeout=600)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            if check(lines, f"overhead: {connector} ended with {done.returncode}"):
+                print(lines[-1], flush=True)
+                found.setdefault(connector, []).append(json.loads(lines[-1]))
+    for connector, runs in found.items():
+        median = {name: statistics.median(run[name] for run in runs) for name in ("hooks", "pickled", "threads", "step")}
+        ours = median["hooks"] + median["pickled"]
+        check(connector != "KvxConnector" or ours <= MOST, f"overhead: {ours:.1f} us a step")
+        row(f"an idle step, {connector}", "tiny-float32", f"{median['hooks']:.1f} us in its methods, {median['pickled']:.1f} us to pickle",
+            f"step {median['step']:.0f} us, other threads {median['threads']:.0f} us")
 
 
 LEASE = 3  # seconds, in the part `wrong`
@@ -383,6 +487,8 @@ PARTS = {
     "stock": beside_stock,
     "proxy": through_router,
     "unit": unit,
+    "versions": all_versions,
+    "overhead": overhead,
     "times": times,
     "wrong": wrong,
 }

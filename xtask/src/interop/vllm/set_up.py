@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-WORK, HERE = Path(sys.argv[1]), Path(__file__).parent
+HERE = Path(__file__).parent
 VERSION = "0.32.0"
 # `vllm serve` reads the version of a package with this name; the wheel for CPUs has another name.
 STUB = f"vllm-{VERSION}+cpu.dist-info"
@@ -25,34 +25,45 @@ def run(*command, **options):
     subprocess.run(command, check=True, **options)
 
 
-def install(python):
+def install(work, python):
     # The installed requirements, recorded after all were installed.
-    requirements, record = HERE / "requirements.txt", WORK / "installed.txt"
+    requirements, record = HERE / "requirements.txt", work / "installed.txt"
     if record.exists() and record.read_text() == requirements.read_text():
         return
     if not python.exists():
-        run("python3", "-m", "venv", "--without-pip", str(WORK / "venv"))
+        run("python3", "-m", "venv", "--without-pip", str(work / "venv"))
     run(*PIP, "--python", str(python), "install", "--no-deps", "-r", str(requirements))
-    stub = next(WORK.glob("venv/lib/*/site-packages")) / STUB
+    stub = next(work.glob("venv/lib/*/site-packages")) / STUB
     stub.mkdir(exist_ok=True)
     (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}+cpu\n")
     record.write_text(requirements.read_text())
+
+
+def download_sources(python, version, folder):
+    """Downloads the source archive of a version."""
+    # With these variables, and torch, the sources report their version to pip and build nothing.
+    variables = {"VLLM_VERSION_OVERRIDE": version, "VLLM_TARGET_DEVICE": "empty"}
+    options = ["--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
+    run(*PIP, "--python", str(python), "download", "-q", *options, f"vllm=={version}", "-d", str(folder), env={**os.environ, **variables})
 
 
 def fetch_proxies(python, folder):
     if all((folder / Path(proxy).name).exists() for proxy in PROXIES):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # With these variables, and torch, the sources report their version to pip and build nothing.
-    variables = {"VLLM_VERSION_OVERRIDE": VERSION, "VLLM_TARGET_DEVICE": "empty"}
-    options = ["--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
-    run(*PIP, "--python", str(python), "download", "-q", *options, f"vllm=={VERSION}", "-d", str(folder), env={**os.environ, **variables})
+    download_sources(python, VERSION, folder)
     archive = str(folder / f"vllm-{VERSION}.tar.gz")
     run("tar", "xzf", archive, "-C", str(folder), "--transform=s,.*/,,", *PROXIES)
 
 
-python = WORK / "venv/bin/python"
-WORK.mkdir(parents=True, exist_ok=True)
-install(python)
-fetch_proxies(python, WORK / "proxy")
-run(str(python), str(HERE / "models.py"), str(WORK / "models"))
+def main():
+    work = Path(sys.argv[1])
+    python = work / "venv/bin/python"
+    work.mkdir(parents=True, exist_ok=True)
+    install(work, python)
+    fetch_proxies(python, work / "proxy")
+    run(str(python), str(HERE / "models.py"), str(work / "models"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,19 @@
 """Runs vLLM's own unit tests of requests with remote prefill and decode, with KvxConnector in place of NixlConnector.
 
-`unit.py WORK SITE`: WORK contains vLLM's environment, its source archive and the models, and SITE the
-Python package `kvx`. The tests drive vLLM's scheduler and pretend to be its workers. Each scheduler
-here has both halves of KvxConnector, with a worker whose memory no test touches."""
+`unit.py WORK SITE [VERSION]`: WORK contains vLLM's environment and the models, and SITE the Python
+package `kvx`. VERSION is one of versions.py. The tests drive vLLM's scheduler and pretend to be its
+workers. Each scheduler here has both halves of KvxConnector, with a worker whose memory no test
+touches."""
 
-import glob
 import os
 import subprocess
 import sys
 
+from versions import INSTALLED, fetch, sources
+
 WORK, SITE = (os.path.abspath(path) for path in sys.argv[1:3])
-FOLDER = os.path.join(WORK, "unit")
+VERSION = sys.argv[3] if len(sys.argv) > 3 else INSTALLED
+FOLDER = os.path.join(WORK, "unit", VERSION)
 UNIT = "tests/v1/kv_connector/unit"
 TESTS = ["test_remote_decode_lifecycle.py", "test_remote_prefill_lifecycle.py", "test_output_aggregator.py"]
 # Tests that say nothing about KvxConnector, each with the reason.
@@ -22,7 +25,9 @@ NOT_OURS = {
 }
 PLUGIN = '''
 import os, random, socket
+import vllm
 
+assert vllm.__version__ == {version!r}, vllm.__version__
 os.environ.update(VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT="0")
 from kvx import _kvx
 from kvx.vllm import KvxConnector, KvxHandshake
@@ -72,13 +77,12 @@ utils.create_vllm_config, utils.create_scheduler = create_vllm_config, create_sc
 '''
 
 os.makedirs(FOLDER, exist_ok=True)
-archive = glob.glob(os.path.join(WORK, "proxy", "vllm-*.tar.gz"))[0]
 names = [f"*/{UNIT}/{name}" for name in ["__init__.py", "conftest.py", "utils.py", *TESTS]]
 names += [f"*/{folder}/__init__.py" for folder in ("tests", "tests/v1", "tests/v1/kv_connector")]
-subprocess.run(["tar", "xzf", archive, "-C", FOLDER, "--strip-components=1", "--wildcards", *names], check=True)
+subprocess.run(["tar", "xzf", sources(WORK, VERSION), "-C", FOLDER, "--strip-components=1", "--wildcards", *names], check=True)
 with open(os.path.join(FOLDER, "with_kvx.py"), "w") as plugin:
-    plugin.write(PLUGIN.format(model=os.path.join(WORK, "models/tiny-float32")))
-environment = dict(os.environ, PYTHONPATH=f"{SITE}:{FOLDER}", HF_HUB_OFFLINE="1", VLLM_TARGET_DEVICE="cpu", KVX_LOG="error",
+    plugin.write(PLUGIN.format(model=os.path.join(WORK, "models/tiny-float32"), version=VERSION))
+environment = dict(os.environ, PYTHONPATH=":".join(filter(None, [SITE, FOLDER, fetch(WORK, VERSION)])), HF_HUB_OFFLINE="1", VLLM_TARGET_DEVICE="cpu", KVX_LOG="error",
                    VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
 command = [sys.executable, "-m", "pytest", "-p", "with_kvx", "-p", "no:cacheprovider", "-v", "--rootdir", FOLDER, "-o", "markers=cpu_test: of vLLM"]
 for name, why in NOT_OURS.items():

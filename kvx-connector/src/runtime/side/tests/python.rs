@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use kvx_testkit::Child;
+use kvx_testkit::{Child, hex};
 use serde_json::{Value, json};
 
 use super::*;
@@ -67,10 +67,6 @@ impl Python {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 fn question(rank: WorkerRank, version: Version) -> String {

@@ -1,0 +1,309 @@
+//! Releases blocks that a prefill instance keeps for a decode leg that was given up.
+//!
+//! Without this, the prefill keeps them until their lease ends. The router knows earlier that no
+//! decode instance will fetch them: no decode leg has reached an instance, or all instances have
+//! turned theirs away. Once an instance may have begun a leg, it may read, and the router releases
+//! nothing: the instance itself notifies the prefill, or the lease ends.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use hyper::StatusCode;
+use hyper_util::client::legacy::connect::CaptureConnection;
+use kvx_vllm::Version;
+use kvx_vllm::params::{RemoteBlocks, TransferMode, TransferParams};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+/// The most releases that wait. Further ones are dropped, and the leases of their blocks end.
+const QUEUE: usize = 1024;
+/// The most releases in progress.
+const AT_ONCE: usize = 64;
+/// The time limit of a release.
+const LIMIT: Duration = Duration::from_secs(10);
+/// The longest id or host, in bytes. With [`QUEUE`] it bounds the memory of waiting releases.
+const TEXT: usize = 1024;
+
+/// Blocks that a prefill instance keeps for a decode instance.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct KeptBlocks {
+    /// The prefill instance, `HOST:PORT`.
+    pub instance: String,
+    /// The engine that keeps the blocks, and the request's id there. Its lists of blocks are left
+    /// out.
+    pub remote: RemoteBlocks,
+    /// A version whose messages the engine reads.
+    pub version: Version,
+}
+
+/// Why blocks were not released. Their lease then ends as usual.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReleaseError {
+    /// The engine does not take releases from this router, or the router cannot reach such engines.
+    Refused(String),
+    /// The engine did not answer in time, or the connection failed.
+    Failed(String),
+}
+
+/// The result of a release.
+pub type ReleaseResult<'a> = Pin<Box<dyn Future<Output = Result<(), ReleaseError>> + Send + 'a>>;
+
+/// Notifies engines that no decode will fetch blocks.
+///
+/// The router calls it only for blocks that no decode instance can be reading.
+pub trait ReleaseBlocks: fmt::Debug + Send + Sync {
+    /// Releases these blocks. The router gives up after 10 s.
+    fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseResult<'a>;
+}
+
+/// The [`ReleaseBlocks`] of a router. Two of them are equal if they are the same one.
+#[derive(Clone, Debug)]
+pub struct BlockReleaser(Arc<dyn ReleaseBlocks>);
+
+impl BlockReleaser {
+    /// Wraps an implementation.
+    pub fn new(releases: impl ReleaseBlocks + 'static) -> Self {
+        BlockReleaser(Arc::new(releases))
+    }
+}
+
+impl PartialEq for BlockReleaser {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+/// The numbers of releases by result.
+#[derive(Debug, Default)]
+pub(crate) struct ReleaseCounts([AtomicU64; 4]);
+
+impl ReleaseCounts {
+    const RESULTS: [&str; 4] = ["sent", "refused", "failed", "dropped"];
+
+    fn add(&self, result: &str) {
+        let at = Self::RESULTS.iter().position(|one| *one == result);
+        let count = at.and_then(|at| self.0.get(at));
+        debug_assert!(count.is_some(), "{result} is a result");
+        count.into_iter().for_each(|count| _ = count.fetch_add(1, Relaxed));
+    }
+
+    /// Yields each result and its number.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        Self::RESULTS.into_iter().zip(&self.0).map(|(result, count)| (result, count.load(Relaxed)))
+    }
+}
+
+/// The queue of releases.
+#[derive(Debug)]
+pub(crate) struct Releases {
+    queue: Option<mpsc::Sender<KeptBlocks>>,
+    /// The number of releases that are queued or in progress.
+    pending: watch::Sender<usize>,
+    counts: Arc<ReleaseCounts>,
+    /// The releaser and the other end of the queue, until [`serve`](Self::serve) takes them.
+    unserved: Mutex<Option<(BlockReleaser, mpsc::Receiver<KeptBlocks>)>>,
+}
+
+impl Releases {
+    /// Creates the queue. Without a releaser, nothing is released.
+    pub(crate) fn new(releaser: Option<BlockReleaser>, counts: Arc<ReleaseCounts>) -> Self {
+        let (queue, waiting) = mpsc::channel(QUEUE);
+        Releases {
+            queue: releaser.is_some().then_some(queue),
+            pending: watch::Sender::new(0),
+            counts,
+            unserved: Mutex::new(releaser.map(|releaser| (releaser, waiting))),
+        }
+    }
+
+    /// Describes for `/status` how orphaned blocks become free.
+    pub(crate) fn status(&self) -> serde_json::Value {
+        let by = if self.queue.is_some() { "notification" } else { "lease" };
+        let results: BTreeMap<_, _> = self.counts.iter().collect();
+        serde_json::json!({"by": by, "results": results})
+    }
+
+    /// Sends queued releases, and calls `missed` with the reason for each that failed. Returns only
+    /// if there is no releaser.
+    pub(crate) async fn serve(
+        self: Arc<Self>,
+        missed: impl Fn(&KeptBlocks, &str) + Clone + Send + 'static,
+    ) {
+        let unserved = self.unserved.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let Some((releaser, mut waiting)) = unserved else { return };
+        let mut running = JoinSet::new();
+        while let Some(blocks) = waiting.recv().await {
+            while running.len() >= AT_ONCE {
+                running.join_next().await;
+            }
+            while running.try_join_next().is_some() {}
+            let (releases, releaser, missed) =
+                (Arc::clone(&self), releaser.clone(), missed.clone());
+            running.spawn(async move {
+                // Counts down also if the implementation panics.
+                let _pending = Pending(&releases.pending);
+                let ended = timeout(LIMIT, releaser.0.release(&blocks)).await;
+                let ended = ended.unwrap_or_else(|_| {
+                    Err(ReleaseError::Failed(format!("it took longer than {LIMIT:?}")))
+                });
+                let (result, why) = match ended {
+                    Ok(()) => ("sent", None),
+                    Err(ReleaseError::Refused(why)) => ("refused", Some(why)),
+                    Err(ReleaseError::Failed(why)) => ("failed", Some(why)),
+                };
+                if let Some(why) = why {
+                    missed(&blocks, &format!("release of blocks: {result}: {why}"));
+                }
+                releases.counts.add(result);
+            });
+        }
+    }
+
+    /// Waits until no release is queued or in progress, for at most `limit`.
+    pub(crate) async fn flush(&self, limit: Duration) {
+        let mut pending = self.pending.subscribe();
+        // An error: `limit` has passed.
+        let _ = timeout(limit, pending.wait_for(|pending| *pending == 0)).await;
+    }
+
+    fn add(&self, blocks: KeptBlocks) {
+        let Some(queue) = &self.queue else { return };
+        // Counted first: the task may end the release at once.
+        self.pending.send_modify(|pending| *pending += 1);
+        if queue.try_send(blocks).is_err() {
+            drop(Pending(&self.pending));
+            self.counts.add("dropped");
+        }
+    }
+}
+
+/// A release that is queued or in progress.
+struct Pending<'a>(&'a watch::Sender<usize>);
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|pending| *pending -= 1);
+    }
+}
+
+/// The progress of a request on its way to an instance.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Delivery(Arc<OnceLock<CaptureConnection>>);
+
+impl Delivery {
+    /// Watches a request that is about to be sent.
+    pub(crate) fn watch(&self, connection: CaptureConnection) {
+        // An error: a leg is sent once.
+        let _ = self.0.set(connection);
+    }
+
+    /// Returns true if the request was given to a connection, so that the instance may have it.
+    fn has_left(&self) -> bool {
+        self.0.get().is_some_and(|connection| connection.connection_metadata().is_some())
+    }
+}
+
+/// Blocks between two legs. Dropping it releases them, unless a decode instance may have begun a
+/// leg with them.
+#[derive(Debug)]
+pub(crate) struct OrphanGuard {
+    releases: Arc<Releases>,
+    blocks: Option<KeptBlocks>,
+    leg: Option<Delivery>,
+}
+
+impl OrphanGuard {
+    /// Guards the blocks that the parameters of a prefill's answer name, if they can be released.
+    pub(crate) fn new(
+        releases: &Arc<Releases>,
+        instance: &str,
+        params: Option<&TransferParams>,
+    ) -> Option<Self> {
+        releases.queue.as_ref()?;
+        let params = params.filter(|params| params.do_remote_prefill)?;
+        let mut remote = params.remote_blocks().ok()?;
+        let texts = [&remote.engine_id, &remote.request_id, &remote.host];
+        if remote.mode != TransferMode::Pull
+            || remote.block_count() == 0
+            || texts.iter().any(|text| text.len() > TEXT)
+        {
+            return None;
+        }
+        remote.block_ids = Vec::new();
+        (remote.block_reference, remote.signature) = (None, None);
+        let blocks =
+            KeptBlocks { instance: instance.to_owned(), remote, version: params.version() };
+        Some(OrphanGuard { releases: Arc::clone(releases), blocks: Some(blocks), leg: None })
+    }
+
+    /// Records that a decode leg is about to be sent. Its `delivery` tells whether it was.
+    pub(crate) fn offer(&mut self, delivery: &Delivery) {
+        self.leg = Some(delivery.clone());
+    }
+
+    /// Records that the instance has not begun the leg.
+    pub(crate) fn take_back(&mut self) {
+        self.leg = None;
+    }
+}
+
+impl Drop for OrphanGuard {
+    fn drop(&mut self) {
+        if !self.leg.as_ref().is_some_and(Delivery::has_left)
+            && let Some(blocks) = self.blocks.take()
+        {
+            self.releases.add(blocks);
+        }
+    }
+}
+
+/// Returns true if an instance that answers a decode leg so has not begun it, and has not notified
+/// the prefill. vLLM and kvx answer these before they read the parameters. Their engines' own
+/// rejections (400, 404, 422) notify the prefill.
+pub(crate) fn was_turned_away(status: StatusCode) -> bool {
+    matches!(
+        status,
+        StatusCode::UNAUTHORIZED
+            | StatusCode::FORBIDDEN
+            | StatusCode::METHOD_NOT_ALLOWED
+            | StatusCode::PAYLOAD_TOO_LARGE
+            | StatusCode::UNSUPPORTED_MEDIA_TYPE
+            | StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Never;
+
+    impl ReleaseBlocks for Never {
+        fn release<'a>(&'a self, _: &'a KeptBlocks) -> ReleaseResult<'a> {
+            Box::pin(std::future::pending())
+        }
+    }
+
+    #[tokio::test]
+    async fn releases_beyond_the_queue_are_dropped_and_counted() {
+        let counts = Arc::default();
+        let releases = Releases::new(Some(BlockReleaser::new(Never)), Arc::clone(&counts));
+        let remote = RemoteBlocks::new("e", "r", "h", 1, Vec::new());
+        let blocks = KeptBlocks { instance: String::new(), remote, version: Version::default() };
+        for _ in 0..QUEUE + 3 {
+            releases.add(blocks.clone());
+        }
+        assert_eq!(counts.iter().find(|(result, _)| *result == "dropped"), Some(("dropped", 3)));
+        assert_eq!(*releases.pending.borrow(), QUEUE);
+        let began = tokio::time::Instant::now();
+        releases.flush(Duration::from_millis(10)).await;
+        assert!(began.elapsed() < Duration::from_secs(5), "the wait for them has a limit");
+    }
+}

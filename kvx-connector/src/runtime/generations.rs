@@ -181,7 +181,8 @@ impl GenerationState {
             }
         }
         let key = LeaseKey::of(request.as_str());
-        if !self.leases().fold(true, |added, table| table.add(&key) && added) {
+        let full = self.leases().filter(|table| !table.add(&key)).count();
+        if full > 0 {
             tracing::warn!(
                 %request,
                 "there is no room for the lease: a decode that loads it through NIXL will fail"

@@ -131,10 +131,12 @@ mod tests {
     /// Reads the buckets of a request as a peer does.
     fn found(words: &[AtomicU64], request: &str) -> bool {
         let key = LeaseKey::of(request);
-        let bytes: Vec<u8> =
-            words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
-        let bucket = |at: u64| bytes[at as usize..][..BUCKET_LEN as usize].to_vec();
-        key.is_in(&key.offsets(bytes.len() as u64).unwrap().map(bucket).concat())
+        let bucket = |at: u64| {
+            let words = words[at as usize / WORD..][..BUCKET_WORDS].iter();
+            words.flat_map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect::<Vec<u8>>()
+        };
+        let len = (words.len() * WORD) as u64;
+        key.is_in(&key.offsets(len).unwrap().map(bucket).concat())
     }
 
     #[test]

@@ -53,6 +53,8 @@ struct State {
     stale: usize,
     /// The number of loads with corrupt blocks since then.
     corrupt: usize,
+    /// The number of requests since then whose parameters were refused.
+    refused: usize,
     /// Why a worker cannot report any more.
     failed: Option<String>,
     /// True if the connector was shut down.
@@ -95,6 +97,7 @@ impl Scheduler {
         });
         if let Err(why) = noted {
             tracing::warn!(%request, "its kv_transfer_params are not used: {why}");
+            self.state.lock().refused += 1;
         }
         Ok(())
     }
@@ -191,14 +194,17 @@ impl Scheduler {
     }
 
     /// Returns what vLLM's `NixlKVConnectorStats` has in its lists, and the numbers of loads that
-    /// failed because their blocks were stale or corrupt.
+    /// failed because their blocks were stale or corrupt, and of requests whose parameters were
+    /// refused.
     fn get_kv_connector_stats(&self) -> PyResult<BTreeMap<&'static str, Vec<f64>>> {
         self.process.check()?;
         let state = &mut *self.state.lock();
         let mut stats = stats::take();
-        for (list, count) in
-            [("num_stale_loads", &mut state.stale), ("num_corrupt_loads", &mut state.corrupt)]
-        {
+        for (list, count) in [
+            ("num_stale_loads", &mut state.stale),
+            ("num_corrupt_loads", &mut state.corrupt),
+            ("num_refused_params", &mut state.refused),
+        ] {
             if *count > 0 {
                 stats.insert(list, vec![1.0; std::mem::take(count)]);
             }

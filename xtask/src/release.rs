@@ -150,7 +150,7 @@ mod tests {
             process::output_of(program, Duration::from_secs(60))
         };
         check().unwrap();
-        std::fs::write(folder.join("b.txt"), "abd").unwrap();
+        std::fs::write(folder.join("b.txt"), "other").unwrap();
         check().unwrap_err();
     }
 

@@ -73,7 +73,11 @@ class KvxHandshake(KVConnectorHandshakeMetadata):
 class KvxStats(NixlKVConnectorStats):
     """vLLM's statistics of transfers, and what only kvx counts."""
 
-    OWN = {"num_stale_loads": "Num stale loads", "num_corrupt_loads": "Num corrupt loads"}
+    OWN = {
+        "num_stale_loads": "Num stale loads",
+        "num_corrupt_loads": "Num corrupt loads",
+        "num_refused_params": "Num refused params",
+    }
 
     def reset(self):
         super().reset()
@@ -92,6 +96,7 @@ class KvxPromMetrics(NixlPromMetrics):
     OWN = {
         "num_stale_loads": "Number of loads that failed because the peer had reused their blocks.",
         "num_corrupt_loads": "Number of loads whose blocks did not match their digests.",
+        "num_refused_params": "Number of requests computed here because their parameters were refused.",
     }
 
     def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):

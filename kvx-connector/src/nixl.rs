@@ -40,6 +40,15 @@ pub const BACKEND: &str = "KVX";
 /// - `Closed`: the agent was shut down.
 /// - `Exhausted`: NIXL's format cannot hold that much.
 pub fn blob<'a>(agent: &Agent, regions: impl IntoIterator<Item = &'a Region>) -> Result<Vec<u8>> {
+    blob_with_leases(agent, regions, None)
+}
+
+/// Returns [`blob`] of an engine. With the region of its leases, NIXL agents confirm their reads.
+pub(crate) fn blob_with_leases<'a>(
+    agent: &Agent,
+    regions: impl IntoIterator<Item = &'a Region>,
+    leases: Option<&Region>,
+) -> Result<Vec<u8>> {
     let (mut host, mut devices) = (Vec::new(), Vec::new());
     for region in regions {
         let memory = region.memory();
@@ -56,7 +65,7 @@ pub fn blob<'a>(agent: &Agent, regions: impl IntoIterator<Item = &'a Region>) ->
     let sections = [section(NixlMemory::Dram, host), section(NixlMemory::Vram, devices)];
     let blob = NixlBlob {
         agent: agent.identity().name.to_string(),
-        connections: vec![(BACKEND.into(), introduction(agent)?)],
+        connections: vec![(BACKEND.into(), introduction_with(agent, leases)?)],
         sections: sections.into_iter().filter(|section| !section.memory.is_empty()).collect(),
     };
     blob.encode()
@@ -68,9 +77,15 @@ pub fn blob<'a>(agent: &Agent, regions: impl IntoIterator<Item = &'a Region>) ->
 /// # Errors
 /// `Closed`: the agent was shut down.
 pub fn introduction(agent: &Agent) -> Result<Vec<u8>> {
+    introduction_with(agent, None)
+}
+
+fn introduction_with(agent: &Agent, leases: Option<&Region>) -> Result<Vec<u8>> {
     let mut metadata = Metadata::decode(&agent.metadata()?)?;
-    metadata.regions.clear();
-    metadata.generation = Generation(0);
+    metadata.regions.retain(|region| leases.is_some_and(|leases| leases.id() == region.id));
+    if leases.is_none() {
+        metadata.generation = Generation(0);
+    }
     metadata.encode()
 }
 

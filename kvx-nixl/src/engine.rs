@@ -6,10 +6,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvx::connector::nixl;
-use kvx::{Agent, Completion, ErrorKind, Memory, Op, Peer, PeerRegion, Plan, Region, Secret, Span};
+use kvx::{
+    Agent, Completion, Deadline, ErrorKind, Memory, Op, Peer, PeerRegion, Plan, Region, Secret,
+    Span,
+};
 use kvx_core::backend::sync::Mutex;
-use kvx_vllm::wire::nixl::{Assembly, Got, MAX_NOTE, notes};
+use kvx_vllm::wire::nixl::{Assembly, Got, LEASED_WORDS, MAX_NOTE, notes};
 
+use crate::confirmation::{Confirmation, Scratch};
 use crate::devices::Devices;
 use crate::handles::{Handles, NixlHandle};
 use crate::log::{always, info, warn};
@@ -45,6 +49,8 @@ pub(crate) struct Engine {
     /// True if requests were released in flight.
     leftovers: AtomicBool,
     peers: Mutex<HashMap<String, IntroducedPeer>>,
+    /// Memory for confirmations, from the first read of a kvx engine on.
+    scratch: Mutex<Option<Arc<Scratch>>>,
     assembly: Mutex<Assembly>,
     /// Notifications in flight, so that failures can be reported.
     sent: Mutex<Vec<(String, Completion<()>)>>,
@@ -56,6 +62,8 @@ pub(crate) struct Engine {
 struct IntroducedPeer {
     introduction: Box<[u8]>,
     peer: Peer,
+    /// The leases of the peer, if it is a kvx engine: reads are confirmed by them.
+    leases: Option<PeerRegion>,
     /// True once the peer's route was logged.
     told: bool,
 }
@@ -113,6 +121,7 @@ impl Engine {
             requests: Handles::default(),
             leftovers: AtomicBool::new(false),
             peers: Mutex::new(HashMap::new()),
+            scratch: Mutex::new(None),
             assembly: Mutex::new(Assembly::default()),
             sent: Mutex::new(Vec::new()),
             numbers: AtomicU64::new(0),
@@ -221,7 +230,9 @@ impl Engine {
             warn(format_args!("agent {agent} introduces itself as {}", peer.identity().name));
             return Err(NixlStatus::Mismatch);
         }
-        let remote = IntroducedPeer { introduction: introduction.into(), peer, told: false };
+        let leases = peer.region(LEASED_WORDS).ok(); // other agents introduce no region
+        let remote =
+            IntroducedPeer { introduction: introduction.into(), peer, leases, told: false };
         let before = self.peers.lock().insert(agent.to_owned(), remote);
         drop(before); // without the lock: this may close links
         Ok(())
@@ -268,14 +279,18 @@ impl Engine {
 
     /// Logs how a peer is reached, once for each of its handles.
     fn tell_route(&self, agent: &str) {
-        let route = match self.peers.lock().get_mut(agent) {
+        let (route, confirms) = match self.peers.lock().get_mut(agent) {
             Some(remote) if !remote.told => {
                 remote.told = true;
-                remote.peer.route()
+                (remote.peer.route(), remote.leases.is_some())
             }
             _ => return,
         };
-        info(format_args!("agent {} reaches {agent} by {route}", self.agent.identity().name));
+        let confirms = if confirms { "; a kvx engine, which confirms reads" } else { "" };
+        info(format_args!(
+            "agent {} reaches {agent} by {route}{confirms}",
+            self.agent.identity().name
+        ));
     }
 
     // Transfers.
@@ -371,11 +386,42 @@ impl Engine {
         let request = self.requests.get(handle).ok_or(NixlStatus::NotFound)?;
         let peer = self.peer(&request.peer)?;
         let notes = self.notes(note)?;
-        let status = request.post(&peer, notes, self.settings.deadline, self.settings.cure())?;
+        let deadline = Deadline::from(self.settings.deadline);
+        let leases = match request.plan.op() {
+            Op::Read => {
+                self.peers.lock().get(&request.peer).and_then(|remote| remote.leases.clone())
+            }
+            Op::Write => None,
+        };
+        let (notes, confirmation) = match leases {
+            None => (notes, None),
+            Some(leases) => {
+                let confirmation = self.confirmation(&peer, leases, note, notes, deadline);
+                let confirmation = confirmation.map_err(|error| report(&request.peer, &error))?;
+                (Vec::new(), Some(confirmation))
+            }
+        };
+        let cure = self.settings.cure();
+        let status = request.post(&peer, notes, confirmation, deadline, cure)?;
         if status != NixlStatus::InProgress {
             self.tell_route(&request.peer);
         }
         Ok(status)
+    }
+
+    fn confirmation(
+        &self,
+        peer: &Peer,
+        leases: PeerRegion,
+        note: Option<&[u8]>,
+        notes: Vec<Box<[u8]>>,
+        deadline: Deadline,
+    ) -> kvx::Result<Confirmation> {
+        let scratch = match &mut *self.scratch.lock() {
+            Some(scratch) => Arc::clone(scratch),
+            none => Arc::clone(none.insert(Arc::new(Scratch::new(&self.agent)?))),
+        };
+        Confirmation::new((peer.clone(), leases), scratch, note, notes, deadline)
     }
 
     pub(crate) fn check(&self, handle: NixlHandle) -> NixlResult<NixlStatus> {

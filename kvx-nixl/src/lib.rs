@@ -2,6 +2,7 @@
 // NIXL loads `libplugin_NAME.so`.
 #![allow(non_snake_case, reason = "the name of the library is NIXL's rule")]
 
+mod confirmation;
 #[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]
 mod devices;
 #[cfg(all(target_os = "linux", target_pointer_width = "64", target_endian = "little"))]

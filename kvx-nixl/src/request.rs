@@ -5,9 +5,10 @@ use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use kvx::{Completion, Peer, Plan, Report, Transfer};
+use kvx::{Completion, Deadline, Peer, Plan, Report, Transfer};
 use kvx_core::backend::sync::Mutex;
 
+use crate::confirmation::{Confirmation, Step};
 use crate::log::warn;
 use crate::status::{NixlResult, NixlStatus};
 
@@ -23,8 +24,10 @@ pub(crate) struct Request {
 }
 
 struct Flight {
-    /// The transfer that may still access memory.
+    /// The transfer that may still access memory: of the data, or of its confirmation.
     transfer: Option<Transfer>,
+    /// The confirmation that has to follow the data. Kept while a transfer may write to its memory.
+    confirmation: Option<Confirmation>,
     /// Parts of the request's notification that the peer has not accepted yet: the request has
     /// succeeded when it has accepted all.
     parts: Vec<Completion<()>>,
@@ -37,20 +40,23 @@ impl Flight {
     /// Updates and returns its status. `look` drives the transfer.
     fn ask(
         &mut self,
-        look: impl FnOnce(&mut Transfer) -> Option<kvx::Result<Report>>,
+        look: impl Fn(&mut Transfer) -> Option<kvx::Result<Report>>,
         peer: &str,
         cure: &str,
     ) -> NixlStatus {
-        if let Some(transfer) =
-            self.transfer.as_mut().filter(|_| self.status == NixlStatus::InProgress)
-        {
-            match look(transfer) {
-                None => {}
-                Some(Ok(_)) => self.transfer = None,
-                Some(Err(error)) => self.failed(&error, peer, cure),
+        let mut confirms = true;
+        while self.status == NixlStatus::InProgress && confirms {
+            match self.transfer.as_mut().map(&look) {
+                Some(None) => break,
+                Some(Some(Err(error))) => self.failed(&error, peer, cure),
+                Some(Some(Ok(_))) => self.transfer = None,
+                None => confirms = self.confirm(peer, cure),
             }
         }
-        if self.transfer.is_none() && self.status == NixlStatus::InProgress {
+        if self.transfer.is_none()
+            && self.confirmation.is_none()
+            && self.status == NixlStatus::InProgress
+        {
             let mut parts = std::mem::take(&mut self.parts);
             parts.retain_mut(|part| match now(part) {
                 None => true,
@@ -65,9 +71,25 @@ impl Flight {
             }
             self.parts = parts;
         }
-        self.transfer
-            .take_if(|transfer| self.status != NixlStatus::InProgress && transfer.is_settled());
+        if self.status != NixlStatus::InProgress {
+            self.transfer.take_if(|transfer| transfer.is_settled());
+            self.confirmation.take_if(|_| self.transfer.is_none());
+        }
         self.status
+    }
+
+    /// Continues the confirmation. Returns false if there is nothing to do now.
+    fn confirm(&mut self, peer: &str, cure: &str) -> bool {
+        match self.confirmation.as_mut().map(Confirmation::step) {
+            None | Some(Ok(Step::Waiting)) => return false,
+            Some(Ok(Step::Reading(transfer))) => self.transfer = Some(transfer),
+            Some(Ok(Step::Confirmed(parts))) => {
+                (self.parts, self.confirmation) = (parts, None);
+                return false;
+            }
+            Some(Err(error)) => self.failed(&error, peer, cure),
+        }
+        true
     }
 
     fn failed(&mut self, error: &kvx::Error, peer: &str, cure: &str) {
@@ -109,6 +131,7 @@ impl Request {
     pub(crate) fn new(peer: String, plan: Plan) -> Self {
         let flight = Flight {
             transfer: None,
+            confirmation: None,
             parts: Vec::new(),
             status: NixlStatus::NotPosted,
             released: false,
@@ -116,13 +139,15 @@ impl Request {
         Request { peer, plan, flight: Mutex::new(flight) }
     }
 
-    /// Posts the request; the last of the notifications follows the data. Returns `Active` while an
+    /// Posts the request; the last of the notifications follows the data. If there is a
+    /// confirmation, that follows the data, and has the notifications. Returns `Active` while an
     /// earlier post may still access its memory.
     pub(crate) fn post(
         &self,
         peer: &Peer,
         mut notes: Vec<Box<[u8]>>,
-        deadline: Duration,
+        confirmation: Option<Confirmation>,
+        deadline: Deadline,
         cure: &str,
     ) -> NixlResult<NixlStatus> {
         let mut flight = self.flight.lock();
@@ -137,7 +162,7 @@ impl Request {
         match posting.post() {
             Ok(transfer) => {
                 (flight.transfer, flight.status) = (Some(transfer), NixlStatus::InProgress);
-                flight.released = false;
+                (flight.released, flight.confirmation) = (false, confirmation);
                 flight.parts = notes.iter().map(|part| peer.notify(part, deadline)).collect();
                 Ok(flight.ask(now, &self.peer, cure))
             }

@@ -23,6 +23,8 @@ pub(super) struct RegisteredCaches {
     pub(super) scratch: Arc<Scratch>,
     regions: Vec<Region>,
     pub(super) words: Region,
+    /// True if the engine's leases lie behind the generation counters.
+    has_leases: bool,
     pub(super) digests: Option<Digests>,
     /// The host copies that peers see, if the caches lie on a device.
     pub(super) host_copies: Option<HostCopies>,
@@ -38,11 +40,11 @@ impl RegisteredCaches {
         caches: Caches,
         memory: Vec<Arc<Memory>>,
         digests: bool,
-        words: impl FnOnce(&Agent) -> Result<Region>,
+        words: impl FnOnce(&Agent) -> Result<(Region, bool)>,
     ) -> Result<Self> {
         let digests =
             digests.then(|| Digests::new(&agent, caches.geometry(), &memory)).transpose()?;
-        let words = words(&agent)?;
+        let (words, has_leases) = words(&agent)?;
         let mut regions: Vec<Region> = Vec::with_capacity(memory.len());
         for memory in memory {
             regions.push(agent.register(&format!("{POOL}{:x}", memory.address()), memory)?);
@@ -55,6 +57,7 @@ impl RegisteredCaches {
             scratch,
             regions,
             words,
+            has_leases,
             digests,
             host_copies,
             granted,
@@ -73,6 +76,12 @@ impl RegisteredCaches {
     /// Returns the regions that hold the caches.
     pub(super) fn pools(&self) -> impl Iterator<Item = &Region> {
         self.regions.iter()
+    }
+
+    /// Returns the region with the engine's leases, by which NIXL agents confirm their reads. `None`
+    /// on ranks on other hosts.
+    pub(super) fn leases(&self) -> Option<&Region> {
+        self.has_leases.then_some(&self.words)
     }
 
     /// Returns the kind of device memory in a fleet with this engine. A handshake does not name the

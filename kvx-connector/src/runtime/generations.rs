@@ -1,4 +1,4 @@
-//! The generations of an engine's blocks in registered memory.
+//! The generations of an engine's blocks, and its leases, in registered memory.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -15,27 +15,51 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use kvx_vllm::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
 use kvx_vllm::group::OwnWords;
+use kvx_vllm::wire::nixl::{LEASE_WORDS, LEASED_WORDS, LeaseKey, LeaseTable};
 
 /// The name of the region that holds the generation counters: the pool's first, then one for each
-/// logical block.
-pub(super) const WORDS: &str = "generations";
+/// logical block. Behind them lie the leases, except on ranks on other hosts.
+pub(super) const WORDS: &str = LEASED_WORDS;
 /// The size of a counter in bytes.
 pub(super) const WORD: u64 = 8;
 
+/// Returns the length in bytes of the generation counters of `blocks` logical blocks. `leases`:
+/// with the leases behind them.
+pub(super) fn len_of_words(blocks: u32, leases: bool) -> usize {
+    (blocks as usize + 1 + if leases { LEASE_WORDS } else { 0 }) * WORD as usize
+}
+
+/// The memory of generation counters, for the agent of a rank.
+pub(super) struct WordsMemory {
+    pub(super) memory: Arc<Memory>,
+    /// True if the engine's leases lie behind the counters.
+    pub(super) leases: bool,
+}
+
 /// Generation counters, or digests, in memory that peers read.
 #[derive(Debug)]
-pub(super) struct GenerationTable(Arc<Memory>);
+pub(super) struct GenerationTable {
+    memory: Arc<Memory>,
+    /// The number of counters. The leases may follow them.
+    count: usize,
+}
 
 impl GenerationTable {
     /// Wraps a pool that nothing else of this process touches.
     pub(super) fn of(pool: Arc<Memory>) -> Self {
-        GenerationTable(pool)
+        GenerationTable { count: pool.len() / WORD as usize, memory: pool }
+    }
+
+    /// Creates the counters of `blocks` logical blocks, with the leases behind them.
+    fn with_leases(blocks: u32) -> Result<Self> {
+        let memory = Arc::new(Memory::pool(len_of_words(blocks, true)).build()?);
+        Ok(GenerationTable { memory, count: blocks as usize + 1 })
     }
 
     /// Creates the counters of a rank on another host, with the values that its engine sent.
     pub(super) fn made(OwnWords { pool, stamp, blocks }: OwnWords) -> Result<Self> {
-        let words =
-            GenerationTable(Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?));
+        let memory = Memory::pool(len_of_words(blocks, false)).build()?;
+        let words = GenerationTable::of(Arc::new(memory));
         for (at, word) in words.as_ref().iter().enumerate() {
             word.store(if at == 0 { pool } else { stamp }, Ordering::Relaxed);
         }
@@ -44,7 +68,16 @@ impl GenerationTable {
 
     /// Returns the memory that peers read the counters from.
     pub(super) fn memory(&self) -> Arc<Memory> {
-        Arc::clone(&self.0)
+        Arc::clone(&self.memory)
+    }
+
+    /// Returns the counters and what follows them.
+    fn all(&self) -> &[AtomicU64] {
+        let words = self.memory.len() / WORD as usize;
+        // SAFETY: the memory is a pool: page-aligned, zeroed, of that many words, and alive as long
+        // as `self`. Callers of `of` hand it over, and the other constructors make it, so this
+        // process touches it through these atomics only. Peers only read it.
+        unsafe { std::slice::from_raw_parts(self.memory.as_ptr().cast::<AtomicU64>(), words) }
     }
 
     /// Raises the counters of blocks that peers must not read any more.
@@ -59,11 +92,7 @@ impl GenerationTable {
 
 impl AsRef<[AtomicU64]> for GenerationTable {
     fn as_ref(&self) -> &[AtomicU64] {
-        let words = self.0.len() / WORD as usize;
-        // SAFETY: the memory is a pool: page-aligned, zeroed, of that many words, and alive as long
-        // as `self`. Callers of `of` and `made` hand it over, so this process touches it through
-        // these atomics only. Peers only read it.
-        unsafe { std::slice::from_raw_parts(self.0.as_ptr().cast::<AtomicU64>(), words) }
+        &self.all()[..self.count]
     }
 }
 
@@ -74,7 +103,6 @@ impl AsRef<[AtomicU64]> for GenerationTable {
 #[derive(Debug)]
 pub(super) struct GenerationState {
     generations: Generations<GenerationTable>,
-    memory: Arc<Memory>,
     requests: HashMap<RequestId, BlockLists>,
     /// The number of published requests that hold a block, by block.
     readers: HashMap<u32, u32>,
@@ -93,11 +121,9 @@ impl GenerationState {
     /// Creates the counters of a pool of `blocks` logical blocks. `digests`: whether its blocks
     /// have digests.
     pub(super) fn new(blocks: u32, digests: bool) -> Result<Self> {
-        let memory = Arc::new(Memory::pool((blocks as usize + 1) * WORD as usize).build()?);
-        let generations = Generations::new(GenerationTable(Arc::clone(&memory)), random_number()?);
+        let table = GenerationTable::with_leases(blocks)?;
         Ok(GenerationState {
-            generations,
-            memory,
+            generations: Generations::new(table, random_number()?),
             requests: HashMap::new(),
             readers: HashMap::new(),
             whole: HashSet::new(),
@@ -116,9 +142,18 @@ impl GenerationState {
         self.copies.insert(rank, copy);
     }
 
-    /// Returns the memory that peers read the generations from.
-    pub(super) fn memory(&self) -> Arc<Memory> {
-        Arc::clone(&self.memory)
+    /// Returns the memory that peers read the generations and leases from.
+    pub(super) fn memory(&self) -> WordsMemory {
+        WordsMemory { memory: self.generations.table().memory(), leases: true }
+    }
+
+    /// Returns the tables of leases: that of this process, and those of ranks in other processes of
+    /// this host.
+    fn leases(&self) -> impl Iterator<Item = LeaseTable<'_>> {
+        let own = self.generations.table().all();
+        std::iter::once(own)
+            .chain(self.copies.values().map(CopiedWords::words))
+            .filter_map(LeaseTable::at_end_of)
     }
 
     pub(super) fn reference(&self) -> BlockReference {
@@ -144,6 +179,14 @@ impl GenerationState {
                     self.fresh.push(Fresh { group, block, pool, generation });
                 }
             }
+        }
+        let key = LeaseKey::of(request.as_str());
+        let full = self.leases().filter(|table| !table.add(&key)).count();
+        if full > 0 {
+            tracing::warn!(
+                %request,
+                "there is no room for the lease: a decode that loads it through NIXL will fail"
+            );
         }
         self.requests.insert(request, blocks);
     }
@@ -195,6 +238,8 @@ impl GenerationState {
             last
         });
         let free: Vec<u32> = free.collect();
+        let key = LeaseKey::of(request.as_str());
+        self.leases().for_each(|table| table.remove(&key));
         // Before the engine learns that these blocks are free, and without any help of the ranks'
         // processes.
         let next = self.generations.reference().stamp + 1;
@@ -227,8 +272,8 @@ unsafe impl Send for CopiedWords {}
 unsafe impl Sync for CopiedWords {}
 
 impl CopiedWords {
-    /// Creates counters for a pool of `blocks` logical blocks. Returns them with the file that
-    /// holds them.
+    /// Creates counters for a pool of `blocks` logical blocks, with the leases behind them. Returns
+    /// them with the file that holds them.
     pub(super) fn new(blocks: u32) -> Result<(Self, OwnedFd)> {
         let failed = |error| {
             Error::os(
@@ -236,8 +281,8 @@ impl CopiedWords {
                 error,
             )
         };
-        let count = blocks as usize + 1;
-        let len = count * WORD as usize;
+        let len = len_of_words(blocks, true);
+        let count = len / WORD as usize;
         let file = memfd_create("kvx-words", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
             .map_err(failed)?;
         ftruncate(&file, len as u64).map_err(failed)?;
@@ -259,7 +304,8 @@ impl CopiedWords {
     }
 
     fn raise(&self, block: u32, stamp: u64) {
-        if let Some(word) = self.words().get(block as usize + 1) {
+        let counters = &self.words()[..self.count - LEASE_WORDS];
+        if let Some(word) = counters.get(block as usize + 1) {
             word.store(stamp, Ordering::Release);
         }
     }

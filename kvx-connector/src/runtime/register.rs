@@ -7,7 +7,7 @@ use kvx_core::{Agent, Completion, Deadline, DeviceAccess, ErrorKind, Memory, Res
 use kvx_vllm::config::BufferDevice;
 
 use super::caches::RegisteredCaches;
-use super::generations::{GenerationState, WORDS};
+use super::generations::{GenerationState, WORDS, WordsMemory};
 use super::group::{HeadHandle, ReleaseConfirmation};
 use super::host_copies::HostCopies;
 use super::listening::PeerSockets;
@@ -123,7 +123,7 @@ pub(super) fn open(
     agent: Option<(Agent, Arc<Scratch>)>,
     caches: Caches,
     memory: Vec<Arc<Memory>>,
-    words: impl FnOnce() -> Result<Arc<Memory>>,
+    words: impl FnOnce() -> Result<WordsMemory>,
 ) -> Result<RegisteredCaches> {
     let (agent, scratch) = match agent {
         Some(known) => known,
@@ -141,7 +141,10 @@ pub(super) fn open(
         Some((copies, caches, memory)) => (Some(copies), caches, memory),
         None => (None, caches, memory),
     };
-    let words = |agent: &Agent| agent.register(WORDS, words()?);
+    let words = |agent: &Agent| {
+        let WordsMemory { memory, leases } = words()?;
+        Ok((agent.register(WORDS, memory)?, leases))
+    };
     let mut registered =
         RegisteredCaches::new((agent, scratch), caches, memory, shared.digests(), words)?;
     registered.host_copies = host_copies;

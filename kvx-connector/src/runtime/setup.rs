@@ -135,7 +135,9 @@ impl Setup {
         if registered.agent.backends().contains(&RIXL) {
             metadata.agent_metadata = registered.agent.foreign_metadata(RIXL)?;
         } else if self.in_nixl {
-            metadata.agent_metadata = nixl::blob(&registered.agent, registered.pools())?;
+            let leases = registered.leases();
+            metadata.agent_metadata =
+                nixl::blob_with_leases(&registered.agent, registered.pools(), leases)?;
         }
         metadata.kvx_metadata = Some(registered.agent.metadata()?);
         Ok(metadata)

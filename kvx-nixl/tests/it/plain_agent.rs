@@ -38,15 +38,15 @@ const TESTS: &[(&str, Test)] = &[
 ];
 
 /// The environment of a test.
-struct Setting {
+pub(crate) struct Setting {
     wheel: Wheel,
     plugins: Folder,
     borrowed: Folder,
-    route: &'static str,
+    pub(crate) route: &'static str,
 }
 
 /// The NIXL agent in a serve.py.
-struct Nixl {
+pub(crate) struct Nixl {
     process: Child,
     commands: ChildStdin,
     answers: Receiver<String>,
@@ -55,6 +55,15 @@ struct Nixl {
 impl Nixl {
     /// Starts an agent "nixl" with a region of `size` bytes, all of them 0.
     fn new(setting: &Setting, size: usize) -> Result<Nixl, Failed> {
+        Self::with_parameters(setting, size, Value::Null)
+    }
+
+    /// Starts an agent whose backend has these parameters.
+    pub(crate) fn with_parameters(
+        setting: &Setting,
+        size: usize,
+        parameters: Value,
+    ) -> Result<Nixl, Failed> {
         let before = [setting.borrowed.0.clone()];
         let mut script =
             setting.wheel.script("serve.py", &setting.plugins.0, &before, setting.route);
@@ -67,18 +76,18 @@ impl Nixl {
             lines.map_while(Result::ok).try_for_each(|line| send.send(line))
         });
         let mut nixl = Nixl { process, commands, answers };
-        nixl.call(json!(["new", "nixl", [size]]))?;
+        nixl.call(json!(["new", "nixl", [size], 0, parameters]))?;
         Ok(nixl)
     }
 
-    fn call(&mut self, command: Value) -> Result<Value, Failed> {
+    pub(crate) fn call(&mut self, command: Value) -> Result<Value, Failed> {
         writeln!(self.commands, "{command}")?;
         let answer =
             self.answers.recv_timeout(LIMIT).map_err(|_| format!("no answer to {command:.200}"))?;
         Ok(serde_json::from_str(&answer)?)
     }
 
-    fn bytes(&mut self, command: Value) -> Result<Vec<u8>, Failed> {
+    pub(crate) fn bytes(&mut self, command: Value) -> Result<Vec<u8>, Failed> {
         let answer = self.call(command)?;
         unhex(&answer)
     }
@@ -108,7 +117,7 @@ impl Drop for Nixl {
     }
 }
 
-fn hex(bytes: &[u8]) -> Value {
+pub(crate) fn hex(bytes: &[u8]) -> Value {
     json!({"hex": bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()})
 }
 
@@ -122,7 +131,7 @@ fn unhex(value: &Value) -> Result<Vec<u8>, Failed> {
 }
 
 /// Returns bytes that depend on their position.
-fn content(seed: usize, len: usize) -> Vec<u8> {
+pub(crate) fn content(seed: usize, len: usize) -> Vec<u8> {
     (0..len).map(|at| (seed + at * 31 + at / 257) as u8).collect()
 }
 
@@ -392,25 +401,37 @@ fn a_nixl_without_the_backend_is_rejected_with_the_reason(setting: &Setting) -> 
     Ok(())
 }
 
-pub(crate) fn trials() -> Vec<Trial> {
-    let mut trials = Vec::new();
+/// Returns the environments of this run with their releases, and a skipped test for each missing
+/// one. `what` names the tests, `folder` their folders.
+pub(crate) fn settings(
+    what: &str,
+    folder: &str,
+) -> (Vec<(&'static str, Arc<Setting>)>, Vec<Trial>) {
+    let (mut settings, mut skipped) = (Vec::new(), Vec::new());
     for route in ROUTES {
-        let (wheels, missing) = wheels::of_this_run(&format!("a kvx agent over {route} and one"));
-        trials.extend(missing);
+        let (wheels, missing) = wheels::of_this_run(&format!("{what} {route} and one"));
+        skipped.extend(missing);
         for (release, wheel) in wheels {
-            let plugins =
-                Folder::of_plugins(&format!("plain-{release}-{route}")).expect("a new folder");
-            let borrowed =
-                wheels::numpy(&format!("plain-numpy-{release}-{route}")).expect("a new folder");
-            let setting = Arc::new(Setting { wheel, plugins, borrowed, route });
-            for (name, test) in TESTS {
-                let setting = Arc::clone(&setting);
-                let title = format!("plain_agent::{release}::{}::{name}", route.to_lowercase());
-                trials.push(trial(title.clone(), move || match std::env::var_os(DRIVER) {
-                    Some(_) => test(&setting),
-                    None => with_a_stand_in(&title),
-                }));
-            }
+            let name = format!("{folder}-{release}-{route}");
+            let plugins = Folder::of_plugins(&name).expect("a new folder");
+            let borrowed = wheels::numpy(&format!("{name}-numpy")).expect("a new folder");
+            settings.push((release, Arc::new(Setting { wheel, plugins, borrowed, route })));
+        }
+    }
+    (settings, skipped)
+}
+
+pub(crate) fn trials() -> Vec<Trial> {
+    let (settings, mut trials) = settings("a kvx agent over", "plain");
+    for (release, setting) in settings {
+        for (name, test) in TESTS {
+            let setting = Arc::clone(&setting);
+            let route = setting.route.to_lowercase();
+            let title = format!("plain_agent::{release}::{route}::{name}");
+            trials.push(trial(title.clone(), move || match std::env::var_os(DRIVER) {
+                Some(_) => test(&setting),
+                None => with_a_stand_in(&title),
+            }));
         }
     }
     trials

@@ -225,11 +225,14 @@ class Agent:
             state = self.state(handle)
         return state, time.time() - started
 
-    def run(self, handle, note=b"", seconds=CUT_OFF):
+    def post(self, handle, note=b""):
         try:
-            state = self.nixl.transfer(handle, note)
+            return self.nixl.transfer(handle, note)
         except Exception as error:
             return f"ERR {type(error).__name__}"
+
+    def run(self, handle, note=b"", seconds=CUT_OFF):
+        state = self.post(handle, note)
         return self.end(handle, seconds)[0] if state == "PROC" else state
 
     def once(self, peer, theirs, note):
@@ -240,7 +243,7 @@ class Agent:
         local = self.nixl.get_xfer_descs([(self.at(r) + o, n, gpu or 0) for r, o, _, n in moves], kind_of(gpu))
         remote = self.nixl.get_xfer_descs([(t, n, gpu or 0) for _, _, t, n in moves], kind_of(gpu))
         handle = self.nixl.initialize_xfer(op, local, remote, peer, note)
-        state = self.nixl.transfer(handle)
+        state = self.post(handle)
         self.begun = getattr(self, "begun", []) + [(handle, state)]
         return len(self.begun) - 1
 

@@ -25,7 +25,7 @@ class Served(Agent):
 
 def decoded(thing):
     if isinstance(thing, dict):
-        return bytes.fromhex(thing["hex"])
+        return bytes.fromhex(thing["hex"]) if "hex" in thing else thing
     return [decoded(each) for each in thing] if isinstance(thing, list) else thing
 
 

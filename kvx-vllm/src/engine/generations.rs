@@ -141,6 +141,11 @@ impl<W: AsRef<[AtomicU64]>> Generations<W> {
         BlockReference { pool: self.pool, stamp: self.stamp }
     }
 
+    /// Returns the memory that was given to [`new`](Self::new).
+    pub fn table(&self) -> &W {
+        &self.words
+    }
+
     /// Returns the registered memory: the pool's identifier, then the counters.
     pub fn words(&self) -> &[AtomicU64] {
         self.words.as_ref()

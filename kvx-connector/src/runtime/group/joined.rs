@@ -15,7 +15,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 
 use super::super::connector::Connector;
 use super::super::dispatch::drive;
-use super::super::generations::{GenerationTable, WORD};
+use super::super::generations::{GenerationTable, WordsMemory, len_of_words};
 use super::super::host_copies::SavePoint;
 use super::super::rank::Rank;
 use super::super::register::{self, RegistrationNotice};
@@ -177,11 +177,16 @@ impl JoinedRank {
             return Err(ErrorKind::Invalid.because(why));
         }
         let pool = PoolBlocks::of(caches.geometry());
-        let words = (pool.most() as usize + 1) * WORD as usize;
+        let blocks = pool.most();
         let sent = self.link.ask(ToHead::Pool(pool))?;
         let words = || match sent {
-            Some(SentGenerations::File(file)) => Ok(Arc::new(Memory::adopt_file(file, words)?)),
-            Some(SentGenerations::Own(memory)) if memory.len() >= words => Ok(memory),
+            Some(SentGenerations::File(file)) => {
+                let memory = Memory::adopt_file(file, len_of_words(blocks, true))?;
+                Ok(WordsMemory { memory: Arc::new(memory), leases: true })
+            }
+            Some(SentGenerations::Own(memory)) if memory.len() >= len_of_words(blocks, false) => {
+                Ok(WordsMemory { memory, leases: false })
+            }
             _ => Err(ErrorKind::Malformed
                 .because("the engine has sent no generation counters for these caches")),
         };

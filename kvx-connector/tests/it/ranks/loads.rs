@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
-use kvx_connector::{Connector, ConnectorBuilder, Decode, Released};
+use kvx_connector::nixl::NixlPeer;
+use kvx_connector::{Connector, ConnectorBuilder, Decode, Released, Version, probe};
+use kvx_core::{Agent, Memory, Op, Place as _, Plan, Region, Span};
 use kvx_vllm::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
+use kvx_vllm::wire::nixl::{BUCKET_LEN, LEASED_WORDS, LeaseKey};
 
 use super::fleet::{Fleet, extra, group, heard, path, rank};
 use crate::runtime::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
@@ -17,8 +20,10 @@ pub(crate) const CASES: &[(&str, fn(&str))] = &[
 ];
 
 /// Tests in which the engine shares generation counters with its ranks.
-pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] =
-    &[("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed)];
+pub(crate) const OF_ONE_HOST: &[(&str, fn(&str))] = &[
+    ("blocks_that_were_taken_back_are_noticed", blocks_that_were_taken_back_are_noticed),
+    ("nixl_agents_find_the_leases_at_each_rank", nixl_agents_find_the_leases_at_each_rank),
+];
 
 /// Sends prompts of up to twenty blocks from one fleet to the other. Both are idle afterwards.
 pub(crate) fn prompts_arrive(mut prefill: Fleet, mut decode: Fleet) {
@@ -137,4 +142,45 @@ pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector))
     assert!(error.invalid.contains(&2), "{:?}", error.invalid);
     prefill.end();
     decode.end();
+}
+
+/// Returns whether an agent finds the lease of a request at a NIXL peer.
+fn finds(request: &str, peer: &NixlPeer, buckets: &Region) -> bool {
+    let leases = peer.peer().region(LEASED_WORDS).unwrap();
+    let key = LeaseKey::of(request);
+    let places = key.offsets(leases.len()).unwrap();
+    let span = |(at, remote): (u64, u64)| Span { local: at * BUCKET_LEN, remote, len: BUCKET_LEN };
+    let spans: Vec<Span> = (0..).zip(places).map(span).collect();
+    let plan = Plan::of_spans(Op::Read, [(buckets.clone(), leases, spans)]).unwrap();
+    peer.peer().post(&plan).unwrap().wait_blocking(LIMIT).unwrap();
+    let mut read = [0; 2 * BUCKET_LEN as usize];
+    buckets.copy_out(0, &mut read).unwrap();
+    key.is_in(&read)
+}
+
+fn nixl_agents_find_the_leases_at_each_rank(backend: &str) {
+    let extra = format!(r#"{{"backends": ["KVX", "{backend}"]}}"#);
+    let mut prefill = Fleet::of(rig::builder("prefill", &extra), "prefill", 2);
+    let agent = Agent::builder("reader").registry(rig::registry()).build().unwrap();
+    let buckets = agent.register("b", Memory::pool(4096).build().unwrap()).unwrap();
+    let peers = [0, 1].map(|tp| {
+        let rank = WorkerRank { pp: 0, tp };
+        let address = prefill.connector.address();
+        let told = probe(address, rank, Version::default(), None, LIMIT).unwrap();
+        NixlPeer::connect(&agent, &told.metadata.unwrap().agent_metadata).unwrap()
+    });
+    let found = |request: &str| {
+        let [first, second] = [0, 1].map(|at| finds(request, &peers[at], &buckets));
+        assert_eq!(first, second, "{request}");
+        first
+    };
+    prefill.compute(1, &[1, 2], 2 * BLOCK);
+    let (one, _) = prefill.publish("one", &[1, 2], 2 * BLOCK).unwrap();
+    let (other, _) = prefill.publish("other", &[1], BLOCK).unwrap();
+    assert!(found("one") && found("other") && !found("third"));
+    drop(one);
+    assert!(!found("one") && found("other"), "it ends with its lease, not with its blocks");
+    drop(other);
+    assert!(!found("other"));
+    prefill.end();
 }

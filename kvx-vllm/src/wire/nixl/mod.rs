@@ -1,8 +1,10 @@
-//! The messages of NIXL's agents: their metadata, and the notifications of agents with the backend
-//! KVX.
+//! The messages of NIXL's agents: their metadata, and the notifications and confirmations of agents
+//! with the backend KVX.
 
 mod blob;
+mod leases;
 mod parts;
 
 pub use blob::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
+pub use leases::{BUCKET_LEN, LEASE_WORDS, LEASED_WORDS, LeaseKey, LeaseTable};
 pub use parts::{Assembly, Got, MAX_NOTE, notes};

@@ -319,6 +319,7 @@ def overhead():
 LEASE = 3  # seconds, in the part `wrong`
 TRIALS = 20
 RESTARTS = 5
+STOCK_DECODE = "KvxConnector; the decode NixlConnector with KVX"
 # One line per trial, so that an interrupted run can be resumed with the same build.
 RECORD = os.path.join(WORK, "wrong.jsonl")
 
@@ -328,8 +329,9 @@ def build(engine):
     if engine == "NixlConnector":
         return "vLLM's own"
     digest = hashlib.sha256()
-    for name in ("_kvx.abi3.so", "vllm.py"):
-        with open(os.path.join(SITE, "kvx", name), "rb") as file:
+    files = [os.path.join(SITE, "kvx", name) for name in ("_kvx.abi3.so", "vllm.py")]
+    for name in [*files, os.path.join(BUILT, "libplugin_KVX.so")] if engine == STOCK_DECODE else files:
+        with open(name, "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()[:16]
 
@@ -447,7 +449,7 @@ class Troubles:
 
 
 def wrong():
-    """The troubles of vllm#52234, at a pair of stock connectors and at one of kvx's."""
+    """The troubles of vllm#52234, at a pair of stock connectors, at one of kvx's, and at a mixed one."""
     troubles = {name: getattr(Troubles, name) for name in ("late", "replayed", "shared", "aborted", "pressed", "stopped", "restarted")}
     engines = {
         "NixlConnector": lambda: [stock(name, role, side=ports(1)[0], engine_id=f"wrong-{name}", kv_connector_extra_config={"kv_lease_duration": LEASE})
@@ -457,6 +459,10 @@ def wrong():
         "KvxConnector, recompute": lambda: [vllm(f"{name}-recompute", role, side=ports(1)[0], engine_id=f"wrong-r-{name}", kv_lease_duration=LEASE,
                                                  kv_load_failure_policy="recompute")
                                             for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer"))],
+        STOCK_DECODE: lambda: [vllm("mixed-prefill", "kv_producer", side=ports(1)[0], engine_id="wrong-m-prefill", backends=["KVX"],
+                                    kv_lease_duration=LEASE),
+                               stock("mixed-decode", "kv_consumer", backend="KVX", side=ports(1)[0], engine_id="wrong-m-decode",
+                                     kv_connector_extra_config={"kv_lease_duration": LEASE})],
     }
     for engine, start in engines.items():
         done = {name: len(recorded().get((engine, each.__doc__), [])) for name, each in troubles.items()}

@@ -2,6 +2,7 @@
 
 mod plot;
 mod report;
+mod report_file;
 mod statistics;
 mod table;
 
@@ -15,6 +16,7 @@ use kvx_proxy::ApiKey;
 use kvx_proxy::replay::{PlayedEndpoint, ReplayOptions, Trace, play};
 use serde_json::json;
 
+use self::report_file::ReportFile;
 use self::statistics::{ServiceLevel, Summary};
 use crate::Result;
 
@@ -44,13 +46,15 @@ pub(crate) struct Arguments {
     /// The number of requests to play, the first ones [default: all].
     #[arg(long, value_name = "N")]
     limit: Option<usize>,
-    /// Send no request after this time, such as 10m [default: until the last one].
+    /// Send no request after this time, such as 10m; those that were due and had to wait until then
+    /// are counted as not sent [default: until the last one].
     #[arg(long = "for", value_name = "TIME", value_parser = time)]
     length: Option<Duration>,
-    /// The most requests in progress at an endpoint; further ones are sent late.
+    /// The most requests in progress at an endpoint; further ones are sent late, and their times
+    /// count from when they were due.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     concurrency: u32,
-    /// The time that an answer may take.
+    /// The time that an answer may take after its request was sent.
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
     timeout: Duration,
     /// The model [default: the first one that the endpoint lists].
@@ -89,12 +93,9 @@ fn time(text: &str) -> std::result::Result<Duration, String> {
 
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<()> {
-    let (trace, notes) = trace(arguments)?;
+    let (trace, mut notes) = trace(arguments)?;
     // Fail before the replay, not after it.
-    let report = arguments.report.as_ref().map(|path| {
-        File::create(path)
-            .map_err(|error| format!("cannot write the report {}: {error}", path.display()))
-    });
+    let report = arguments.report.as_ref().map(|path| ReportFile::new(path, &arguments.file));
     let report = report.transpose()?;
     let mut options = ReplayOptions::default();
     options.model.clone_from(&arguments.model);
@@ -125,6 +126,12 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     let played = played?;
     // An interrupted name lookup may still be in progress.
     runtime.shutdown_timeout(Duration::from_secs(1));
+    for endpoint in &played {
+        if let Some(why) = &endpoint.caches_error {
+            let url = &endpoint.url;
+            notes.push(format!("the cached prompts of {url} by metrics are unknown: {why}"));
+        }
+    }
     print(arguments, &notes, &played, report, out)?;
     for endpoint in &played {
         let errors = endpoint.requests.iter().filter_map(|request| request.error.as_ref());
@@ -147,6 +154,9 @@ fn trace(arguments: &Arguments) -> Result<(Trace, Vec<String>)> {
         notes
             .push(format!("{} requests without a known prompt are left out", trace.without_prompt));
     }
+    if trace.over_limit > 0 {
+        notes.push(format!("{} requests above a limit are left out", trace.over_limit));
+    }
     trace.first(arguments.limit.unwrap_or(usize::MAX));
     trace.shrink(arguments.shrink)?;
     let most = |limit: Option<usize>| limit.unwrap_or(usize::MAX);
@@ -164,7 +174,7 @@ fn print(
     arguments: &Arguments,
     notes: &[String],
     played: &[PlayedEndpoint],
-    report: Option<File>,
+    report: Option<ReportFile>,
     out: &mut LineWriter<File>,
 ) -> Result<()> {
     let level = ServiceLevel { first_token: arguments.slo_ttft, per_token: arguments.slo_token };
@@ -181,8 +191,8 @@ fn print(
     }
     what.extend(notes.iter().cloned());
     let what = what.join("; ");
-    if let Some(mut file) = report {
-        file.write_all(report::page(&what, &rows, played).as_bytes())?;
+    if let Some(file) = report {
+        file.write(&report::page(&what, &rows, played))?;
     }
     if arguments.json {
         let object = json!({

@@ -59,16 +59,18 @@ impl Percentiles {
 pub(crate) struct Summary {
     pub(crate) url: String,
     pub(crate) requests: usize,
+    /// Requests whose time came and that were not sent.
+    pub(crate) not_sent: usize,
     /// Failed requests by their kind.
     pub(crate) errors: BTreeMap<String, usize>,
     pub(crate) seconds: f64,
     pub(crate) prompt_tokens: u64,
     pub(crate) answer_tokens: u64,
-    /// Until the first token, of all answers that have one.
+    /// From the planned time of the request until the first token, of all answers that have one.
     pub(crate) ttft_ms: Option<Percentiles>,
     /// Between two tokens, of all answers with several.
     pub(crate) per_token_ms: Option<Percentiles>,
-    /// Until the end of complete answers.
+    /// From the planned time of the request until the end of complete answers.
     pub(crate) total_ms: Option<Percentiles>,
     /// Complete answers per second.
     pub(crate) answers_per_second: f64,
@@ -76,15 +78,16 @@ pub(crate) struct Summary {
     pub(crate) tokens_per_second: f64,
     /// Answers per second that met the service level.
     pub(crate) goodput_per_second: f64,
-    /// The part of requests that met it.
+    /// The part of requests, also of those that were not sent, that met it.
     pub(crate) within_level: f64,
     /// The part of prompts that servers reported as cached, and the answers that had a report.
     pub(crate) cached_part: Option<f64>,
     pub(crate) cached_reports: usize,
     /// The part of prompts that the observed caches had.
     pub(crate) cache_hit_part: Option<f64>,
-    /// The most that a request was sent too late.
-    pub(crate) late_ms: f64,
+    /// How much later than planned requests were sent, and the most of it.
+    pub(crate) late_ms: Option<Percentiles>,
+    pub(crate) most_late_ms: f64,
 }
 
 impl Summary {
@@ -108,6 +111,7 @@ impl Summary {
         Summary {
             url: played.url.clone(),
             requests: requests.len(),
+            not_sent: played.not_sent,
             errors,
             seconds,
             prompt_tokens: requests.iter().map(|request| request.prompt_tokens as u64).sum(),
@@ -118,13 +122,15 @@ impl Summary {
             answers_per_second: per_second(whole().count() as f64),
             tokens_per_second: per_second(answer_tokens as f64),
             goodput_per_second: per_second(good as f64),
-            within_level: part(good as f64, requests.len() as f64).unwrap_or(0.0),
+            within_level: part(good as f64, (requests.len() + played.not_sent) as f64)
+                .unwrap_or(0.0),
             cached_part: part(cached as f64, asked as f64),
             cached_reports,
             cache_hit_part: played
                 .caches
                 .and_then(|CacheCounts { queries, hits, .. }| part(hits, queries)),
-            late_ms: sorted(requests.iter().map(|request| request.late)).pop().unwrap_or(0.0),
+            late_ms: Percentiles::of(requests.iter().map(|request| request.late)),
+            most_late_ms: sorted(requests.iter().map(|request| request.late)).pop().unwrap_or(0.0),
         }
     }
 
@@ -187,17 +193,19 @@ mod tests {
         played.requests[0].cached = Some((100, 40));
         played.requests[1].cached = Some((100, 20));
         played.requests[1].late = 3 * MS;
+        played.not_sent = 2;
         let summary = Summary::of(&played, &level);
-        assert_eq!((summary.requests, summary.failed()), (8, 4));
+        assert_eq!((summary.requests, summary.not_sent, summary.failed()), (8, 2, 4));
         assert_eq!((summary.errors["timeout"], summary.errors["status 503"]), (2, 1));
-        assert_eq!((summary.goodput_per_second, summary.within_level), (0.5, 0.25));
+        assert_eq!((summary.goodput_per_second, summary.within_level), (0.5, 0.2));
         assert_eq!((summary.answers_per_second, summary.tokens_per_second), (1.0, 17.5));
         let ttft = summary.ttft_ms.unwrap();
         assert_eq!((ttft.p50, ttft.p90, ttft.p99), (50.0, 101.0, 101.0));
         assert_eq!(summary.per_token_ms.unwrap().p50, 5.0);
         assert_eq!(summary.total_ms.unwrap().p50, 200.0);
         assert_eq!((summary.cached_part, summary.cached_reports), (Some(0.3), 2));
-        assert_eq!((summary.cache_hit_part, summary.late_ms), (None, 3.0));
+        assert_eq!((summary.cache_hit_part, summary.most_late_ms), (None, 3.0));
+        assert_eq!(summary.late_ms.unwrap(), Percentiles { p50: 0.0, p90: 3.0, p99: 3.0 });
         assert_eq!((summary.prompt_tokens, summary.answer_tokens), (700, 70));
     }
 

@@ -15,6 +15,7 @@ pub(super) fn rows(summaries: &[Summary], level: &ServiceLevel) -> Vec<Row> {
     let mut rows = vec![
         row(String::new(), &|one| one.url.clone()),
         row("requests".to_owned(), &|one| one.requests.to_string()),
+        row("not sent".to_owned(), &|one| one.not_sent.to_string()),
     ];
     let mut kinds: Vec<&String> = summaries.iter().flat_map(|one| one.errors.keys()).collect();
     kinds.sort();
@@ -24,10 +25,11 @@ pub(super) fn rows(summaries: &[Summary], level: &ServiceLevel) -> Vec<Row> {
         let count = |one: &Summary| one.errors.get(kind).copied().unwrap_or(0).to_string();
         rows.push(row(format!("  {kind}"), &count));
     }
-    let times: [(&str, fn(&Summary) -> Option<Percentiles>); 3] = [
+    let times: [(&str, fn(&Summary) -> Option<Percentiles>); 4] = [
         ("first token", |one| one.ttft_ms),
         ("per token", |one| one.per_token_ms),
         ("whole answer", |one| one.total_ms),
+        ("sent late", |one| one.late_ms),
     ];
     for (name, of) in times {
         for (percentile, at) in PERCENTILES {
@@ -47,7 +49,7 @@ pub(super) fn rows(summaries: &[Summary], level: &ServiceLevel) -> Vec<Row> {
     if summaries.iter().any(|one| one.cache_hit_part.is_some()) {
         rows.push(row("prompts cached, by metrics".to_owned(), &|one| percent(one.cache_hit_part)));
     }
-    rows.push(row("most delay of a request, ms".to_owned(), &|one| figure(one.late_ms)));
+    rows.push(row("sent late, most, ms".to_owned(), &|one| figure(one.most_late_ms)));
     rows
 }
 

@@ -5,6 +5,7 @@
 //! is restarted with the same file adds a further section, with a header and hashes of its own. The
 //! names of the fields of a request are those of Mooncake's public traces.
 
+mod file;
 pub(crate) mod trace;
 pub(crate) mod writer;
 
@@ -12,6 +13,10 @@ use serde::Serialize;
 
 /// The version of the format.
 pub(crate) const VERSION: u32 = 1;
+
+/// The most tokens of a prompt and of an answer. The router's estimate may be more, for a prompt
+/// with thousands of parts.
+pub(crate) const MOST_TOKENS: u64 = 4 << 20;
 
 /// A sentence in each header: what readers of the file can and cannot learn from it.
 pub(crate) const HOLDS: &str = "times, lengths, outcomes, and hashes of prompts under a random key \

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
-use super::VERSION;
+use super::{MOST_TOKENS, VERSION};
 use crate::error::{Error, Result};
 
 /// The tokens of a block in Mooncake's traces, which have no header.
@@ -16,8 +16,6 @@ const LINE: u64 = 256 << 10;
 /// The most requests, and the most hashes of all of them, which take 512 MiB.
 const MOST_REQUESTS: usize = 4 << 20;
 const MOST_HASHES: usize = 64 << 20;
-/// The most tokens of a prompt and of an answer.
-const MOST_TOKENS: u64 = 4 << 20;
 /// The latest time, in milliseconds: 366 days.
 const LATEST: f64 = 366.0 * 86400e3;
 
@@ -32,6 +30,9 @@ pub struct Trace {
     /// Requests of the file that cannot be played: the router refused them before it read their
     /// prompts.
     pub without_prompt: usize,
+    /// Requests of a recording that are left out because a length, the time or the line is above
+    /// its limit.
+    pub over_limit: usize,
 }
 
 /// A request of a trace.
@@ -62,13 +63,21 @@ struct RawLine {
     outcome: Option<String>,
 }
 
+impl RawLine {
+    /// Returns true if a length or this time is above its limit.
+    fn is_over_limit(&self, at: f64) -> bool {
+        let lengths = [self.input_length, self.output_length, self.max_tokens];
+        at > LATEST || lengths.into_iter().flatten().any(|length| length > MOST_TOKENS)
+    }
+}
+
 impl Trace {
     /// Reads a recording of `kvx proxy --record`, or a trace in the form of Mooncake's.
     ///
     /// # Errors
     ///
-    /// Fails if the file cannot be read, a line is malformed or too long, or the file has no
-    /// request that can be played. The message has the line's number.
+    /// Fails if the file cannot be read, a line is malformed, a line of Mooncake's form is above a
+    /// limit, or the file has no request that can be played. The message has the line's number.
     pub fn from_file(path: &Path) -> Result<Self> {
         let cannot_read =
             |error| Error::io(format_args!("cannot read the trace {}", path.display()), error);
@@ -89,7 +98,14 @@ impl Trace {
                 break;
             }
             if line.len() as u64 > LINE {
-                return Err(format!("line {number} is longer than {LINE} bytes"));
+                if !reader.is_recording {
+                    return Err(format!("line {number} is longer than {LINE} bytes"));
+                }
+                if line.last() != Some(&b'\n') {
+                    skip_line(&mut from).map_err(|error| format!("line {number}: {error}"))?;
+                }
+                reader.over_limit += 1;
+                continue;
             }
             if !line.trim_ascii().is_empty() {
                 reader.line(&line).map_err(|why| format!("line {number}: {why}"))?;
@@ -139,6 +155,20 @@ impl Trace {
     }
 }
 
+/// Reads up to the end of a line.
+fn skip_line(from: &mut impl BufRead) -> std::io::Result<()> {
+    loop {
+        let read = from.fill_buf()?;
+        let end = read.iter().position(|byte| *byte == b'\n');
+        let count = end.map_or(read.len(), |at| at + 1);
+        let is_last = end.is_some() || count == 0;
+        from.consume(count);
+        if is_last {
+            return Ok(());
+        }
+    }
+}
+
 /// Collects the lines of a trace.
 #[derive(Default)]
 struct TraceReader {
@@ -147,9 +177,12 @@ struct TraceReader {
     is_recording: bool,
     /// Milliseconds of the file's earlier sections.
     before: f64,
+    /// The latest time so far.
+    latest: f64,
     requests: Vec<(f64, TraceRequest)>,
     hashes: usize,
     without_prompt: usize,
+    over_limit: usize,
 }
 
 impl TraceReader {
@@ -182,7 +215,7 @@ impl TraceReader {
         }
         (self.is_recording, self.block_tokens) = (true, Some(block));
         // The router was restarted: its next requests follow the earlier ones.
-        self.before = self.requests.iter().map(|(at, _)| *at).fold(0.0, f64::max);
+        self.before = self.latest;
         Ok(())
     }
 
@@ -190,6 +223,10 @@ impl TraceReader {
         let block = *self.block_tokens.get_or_insert(MOONCAKE_BLOCK);
         let missing = |what: &str| format!("{what} is missing");
         let at = line.timestamp.ok_or_else(|| missing("timestamp"))?;
+        if self.is_recording && line.is_over_limit(at) {
+            self.over_limit += 1;
+            return Ok(());
+        }
         if !(0.0..=LATEST).contains(&at) {
             return Err(format!("timestamp is {at}; it must be 0 to {LATEST} milliseconds"));
         }
@@ -230,6 +267,7 @@ impl TraceReader {
             answer_tokens: answer.max(1),
             blocks,
         };
+        self.latest = self.latest.max(self.before + at);
         self.requests.push((self.before + at, request));
         Ok(())
     }
@@ -251,6 +289,7 @@ impl TraceReader {
             requests,
             block_tokens: self.block_tokens.unwrap_or(MOONCAKE_BLOCK),
             without_prompt: self.without_prompt,
+            over_limit: self.over_limit,
         })
     }
 }
@@ -316,6 +355,25 @@ mod tests {
             trace.requests.iter().map(|one| (one.prompt_tokens, one.answer_tokens)).collect();
         assert_eq!(lengths, [(10, 8), (30, 9), (40, 5)], "the wanted length of a failed answer");
         assert_eq!(trace.without_prompt, 1);
+    }
+
+    #[test]
+    fn lines_of_a_recording_above_a_limit_are_left_out() {
+        let line = |rest: &str| format!(r#"{{"hash_ids":[],"outcome":"ok",{rest}}}"#);
+        let good = line(r#""timestamp":5,"input_length":30,"output_length":9,"max_tokens":99"#);
+        let padding = format!(r#""x":"{}",""#, "x".repeat(LINE as usize));
+        let text = [
+            HEADER.to_owned(),
+            good.replace("30", "4194305"),
+            good.replace(":9,", ":4194305,"),
+            good.replace("99", "4194305"),
+            good.replace(":5,", ":1e300,"),
+            good.replacen('"', &padding, 1),
+            good.clone(),
+            good.replacen('"', &padding, 1),
+        ];
+        let trace = read(&text.join("\n")).unwrap();
+        assert_eq!((trace.requests.len(), trace.over_limit), (1, 6));
     }
 
     #[test]

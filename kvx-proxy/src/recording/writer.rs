@@ -2,8 +2,7 @@
 //! neither delays nor fails a request.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::io::{ErrorKind, Write};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -13,7 +12,8 @@ use std::time::{Duration, Instant};
 use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::{Digest as _, Sha256};
 
-use super::{HOLDS, Header, Line, VERSION};
+use super::file::{is_full, must_be_regular, open, unwritable, whole_lines, wrong};
+use super::{HOLDS, Header, Line, MOST_TOKENS, VERSION};
 use crate::error::{Error, Result};
 use crate::fleet::cache_model::CHUNK_TOKENS;
 use crate::log::now;
@@ -83,14 +83,31 @@ impl Recorder {
         Recorder(None)
     }
 
+    /// Returns the recorder of a recording that has no space: it counts each request as lost.
+    fn full() -> Self {
+        let (sender, _) = sync_channel(0);
+        Recorder(Some(Queue {
+            sender,
+            waiting: Arc::default(),
+            ended: Arc::new(AtomicBool::new(true)),
+            lost: Arc::default(),
+        }))
+    }
+
     /// Opens a recording that grows to at most `most` bytes, and writes its header. A file that is
-    /// a recording already gets a further section.
+    /// a recording already gets a further section; a part of a line at its end is cut off. If the
+    /// file or the disk is full, all requests are counted as lost.
     ///
     /// # Errors
     ///
     /// Fails if the file cannot be written, or is not a recording.
     pub(crate) fn open(path: &Path, most: usize) -> Result<Self> {
-        let (file, length) = open(path)?;
+        must_be_regular(path)?;
+        let mut file = match open(path, OpenOptions::new().create(true)) {
+            Ok(file) => file,
+            Err(error) if is_full(&error) => return Ok(Self::without_space(path, &error)),
+            Err(error) => return Err(unwritable(path, error)),
+        };
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
@@ -98,9 +115,19 @@ impl Recorder {
             }
             Err(TryLockError::Error(error)) => return Err(unwritable(path, error)),
         }
+        let length = whole_lines(path, &mut file)?;
+        let found = file.metadata().map_err(|error| unwritable(path, error))?.len();
+        if length < found {
+            tracing::warn!(
+                file = %path.display(),
+                bytes = found - length,
+                "the recording ended within a line, which is removed"
+            );
+            file.set_len(length).map_err(|error| unwritable(path, error))?;
+        }
         if length + LONGEST_HEADER > most as u64 {
             tracing::warn!(file = %path.display(), "the recording is full; nothing is recorded");
-            return Ok(Recorder::off());
+            return Ok(Recorder::full());
         }
         let key = random_key()?;
         let mut writer = Writer {
@@ -112,17 +139,33 @@ impl Recorder {
             most: most as u64,
             lost: Arc::default(),
         };
-        writer.header().map_err(|error| unwritable(path, error))?;
-        Self::start(writer)
+        match writer.header() {
+            Ok(()) => Self::start(writer),
+            Err(error) if is_full(&error) => Ok(Self::without_space(path, &error)),
+            Err(error) => Err(unwritable(path, error)),
+        }
+    }
+
+    fn without_space(path: &Path, error: &std::io::Error) -> Self {
+        tracing::warn!(
+            file = %path.display(),
+            %error,
+            "there is no space for the recording; nothing is recorded until a restart"
+        );
+        Self::full()
     }
 
     /// Checks that a recording can be opened. Removes the file again if it did not exist before.
     pub(crate) fn can_open(path: &Path) -> Result<()> {
-        let existed = path.exists();
-        open(path)?;
-        match existed {
-            true => Ok(()),
-            false => std::fs::remove_file(path).map_err(|error| unwritable(path, error)),
+        must_be_regular(path)?;
+        match open(path, OpenOptions::new().create_new(true)) {
+            Ok(_) => std::fs::remove_file(path).map_err(|error| unwritable(path, error)),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                let file = open(path, &mut OpenOptions::new());
+                whole_lines(path, &mut file.map_err(|error| unwritable(path, error))?)?;
+                Ok(())
+            }
+            Err(error) => Err(unwritable(path, error)),
         }
     }
 
@@ -140,14 +183,23 @@ impl Recorder {
             .spawn(move || {
                 writer.run(&receiver, &waiting);
                 ended.store(true, Relaxed);
-                for message in receiver.try_iter() {
-                    if let Message::Request(_) = message {
-                        writer.lost.fetch_add(1, Relaxed);
+                let lost = Arc::clone(&writer.lost);
+                drop(writer);
+                // Until all recorders are dropped, so that none is sent and not counted.
+                for message in receiver {
+                    if let Message::Request(request) = message {
+                        waiting.fetch_sub(request.bytes(), Relaxed);
+                        lost.fetch_add(1, Relaxed);
                     }
                 }
             })
             .map_err(|error| Error::io("cannot start the recording's thread", error))?;
         Ok(Recorder(Some(queue)))
+    }
+
+    /// Returns true if a recording is configured, even if it has ended.
+    pub(crate) fn is_configured(&self) -> bool {
+        self.0.is_some()
     }
 
     /// Returns true if requests are recorded.
@@ -160,9 +212,13 @@ impl Recorder {
         self.0.as_ref().map(|queue| Arc::clone(&queue.lost)).unwrap_or_default()
     }
 
-    /// Queues a request, or counts it as lost if too many wait.
+    /// Queues a request, or counts it as lost if too many wait or the recording has ended.
     pub(crate) fn add(&self, request: RecordedRequest) {
         let Some(queue) = &self.0 else { return };
+        if queue.ended.load(Relaxed) {
+            queue.lost.fetch_add(1, Relaxed);
+            return;
+        }
         let bytes = request.bytes();
         let fits = queue.waiting.fetch_add(bytes, Relaxed) + bytes <= WAITING_BYTES;
         if !fits || queue.sender.try_send(Message::Request(request)).is_err() {
@@ -179,51 +235,6 @@ impl Recorder {
             let _ = written.recv_timeout(within);
         }
     }
-}
-
-fn unwritable(path: &Path, error: std::io::Error) -> Error {
-    Error::io(format_args!("cannot write the recording {}", path.display()), error)
-}
-
-fn wrong(path: &Path, why: &str) -> Error {
-    Error::new(format!("the recording {} {why}; name another file", path.display()))
-}
-
-/// Opens the file of a recording, and returns its length.
-fn open(path: &Path) -> Result<(File, u64)> {
-    let is_other = std::fs::metadata(path).is_ok_and(|found| !found.is_file());
-    if is_other {
-        return Err(wrong(path, "is not a regular file, whose size could be limited"));
-    }
-    let mut options = OpenOptions::new();
-    // Times and lengths of users' requests are nobody else's business.
-    options.read(true).append(true).create(true).mode(0o600);
-    let mut file = options.open(path).map_err(|error| unwritable(path, error))?;
-    let length = file.metadata().map_err(|error| unwritable(path, error))?.len();
-    if length > 0 {
-        let cannot_read =
-            |error| Error::io(format_args!("cannot read the recording {}", path.display()), error);
-        if !is_recording(&mut file).map_err(cannot_read)? {
-            return Err(wrong(path, "exists, and is not a recording"));
-        }
-    }
-    Ok((file, length))
-}
-
-/// Returns true if a file begins with a header of this version, and ends with a whole line.
-fn is_recording(file: &mut File) -> std::io::Result<bool> {
-    #[derive(serde::Deserialize)]
-    struct Version {
-        kvx_recording: u32,
-    }
-    let mut last = [0];
-    file.seek(SeekFrom::End(-1))?;
-    file.read_exact(&mut last)?;
-    file.rewind()?;
-    let mut first = Vec::new();
-    BufReader::new(Read::take(file, 4096)).read_until(b'\n', &mut first)?;
-    let version = serde_json::from_slice::<Version>(&first).map(|header| header.kvx_recording);
-    Ok(last == *b"\n" && version.is_ok_and(|version| version == VERSION))
 }
 
 fn random_key() -> Result<[u8; 32]> {
@@ -325,13 +336,15 @@ impl Writer {
         for chunk in &mut prompt.chunks {
             *chunk = self.keyed(*chunk);
         }
+        // The names of the blocks after the limit would not fit their prompt.
+        prompt.chunks.truncate(MOST_TOKENS as usize / CHUNK_TOKENS);
         let millis = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
         let line = Line {
             timestamp: millis(request.arrived.saturating_duration_since(self.started)),
-            input_length: prompt.tokens,
-            output_length: request.answer_tokens,
+            input_length: prompt.tokens.min(MOST_TOKENS),
+            output_length: request.answer_tokens.map(|tokens| tokens.min(MOST_TOKENS)),
             hash_ids: &prompt.chunks,
-            max_tokens: prompt.max_tokens,
+            max_tokens: prompt.max_tokens.min(MOST_TOKENS),
             chat: request.chat,
             stream: prompt.stream,
             status: request.status,
@@ -371,6 +384,7 @@ mod tests {
     use std::sync::Mutex;
 
     use super::*;
+    use crate::recording::trace::Trace;
 
     /// A file in memory that takes at most this many bytes.
     #[derive(Clone, Default)]
@@ -477,15 +491,31 @@ mod tests {
         let written = text.lines().count() as u64 - 1;
         assert!(text.ends_with('\n') && (2..=10).contains(&written), "{text}");
         assert!(text.lines().all(|line| serde_json::from_str::<serde_json::Value>(line).is_ok()));
-        assert!((49..=50).contains(&(written + lost)), "{written} written, {lost} lost");
+        assert_eq!(written + lost, 50, "{written} written, {lost} lost");
     }
 
     #[test]
     fn the_size_is_bounded() {
         let disk = SmallDisk(Arc::default(), 1 << 20);
-        record(writer(&disk, 2000, 1), 50);
+        let lost = record(writer(&disk, 2000, 1), 50);
         let text = text(&disk);
+        assert_eq!(text.lines().count() as u64 - 1 + lost, 50, "{text}");
         assert!(text.len() <= 2000 && text.len() > 1500 && text.ends_with('\n'), "{text}");
+    }
+
+    #[test]
+    fn every_line_can_be_played() {
+        let disk = SmallDisk(Arc::default(), 1 << 20);
+        let recorder = Recorder::start(writer(&disk, 1 << 20, 1)).unwrap();
+        let mut huge = request(&[1]);
+        huge.prompt.tokens = 4097 * 1024; // as many parts, of which each counts as 1,024
+        huge.prompt.max_tokens = u64::MAX;
+        huge.answer_tokens = Some(u64::MAX);
+        recorder.add(huge);
+        recorder.flush(Duration::from_secs(10));
+        let trace = Trace::read(text(&disk).as_bytes()).unwrap();
+        assert_eq!((trace.requests.len(), trace.over_limit), (1, 0));
+        assert_eq!(trace.requests[0].prompt_tokens, 4 << 20);
     }
 
     #[test]
@@ -498,6 +528,35 @@ mod tests {
             recorder.add(request(&vec![7; 128 << 10])); // a MiB
         }
         assert_eq!(recorder.lost().load(Relaxed), 23);
+    }
+
+    #[test]
+    fn a_part_of_a_line_at_the_end_is_cut_off() {
+        let path = std::env::temp_dir().join(format!("kvx-torn-{}", std::process::id()));
+        let header = "{\"kvx_recording\":1,\"block_tokens\":256}\n";
+        let torn = format!("{header}{{}}\n{}", "\0".repeat(100_000));
+        std::fs::write(&path, &torn).unwrap();
+        Recorder::can_open(&path).unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), torn, "a check changes nothing");
+        let recorder = Recorder::open(&path, 1 << 20).unwrap();
+        recorder.add(request(&[1]));
+        recorder.flush(Duration::from_secs(10));
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(text.lines().count(), 4, "{text}");
+        assert!(text.starts_with(&format!("{header}{{}}\n{{\"kvx_recording\":1,")), "{text}");
+        std::fs::write(&path, &header[..20]).unwrap();
+        assert!(Recorder::can_open(&path).is_err(), "a part of a header is not a recording");
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_recording_that_is_full_at_the_start_counts_what_it_lacks() {
+        let path = std::env::temp_dir().join(format!("kvx-full-{}", std::process::id()));
+        let recorder = Recorder::open(&path, 100).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        assert!(recorder.is_configured() && !recorder.is_on());
+        (0..3).for_each(|_| recorder.add(request(&[1])));
+        assert_eq!(recorder.lost().load(Relaxed), 3);
     }
 
     #[test]

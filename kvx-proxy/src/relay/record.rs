@@ -197,7 +197,7 @@ impl Record {
     /// Returns what the recording keeps of this request, if it is a completion.
     fn recorded(&mut self, total: Duration) -> Option<RecordedRequest> {
         let chat = self.is_chat();
-        if !self.core.recorder.is_on() || !(chat || self.path == "/v1/completions") {
+        if !self.core.recorder.is_configured() || !(chat || self.path == "/v1/completions") {
             return None;
         }
         let prompt = self.prompt.take().unwrap_or_default();

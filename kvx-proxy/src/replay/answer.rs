@@ -17,6 +17,8 @@ use crate::upstream::{whole, words};
 
 /// The longest error that is read.
 const LONGEST_ERROR: usize = 1 << 20;
+/// The most characters of a message that are kept of each failure.
+const LONGEST_MESSAGE: usize = 300;
 
 /// Why a request has no complete answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -25,13 +27,21 @@ pub struct PlayError {
     /// The kind of failure: `status 503`, `no connection`, `broken off`, `error event`, `timeout`
     /// or `malformed`.
     pub kind: String,
-    /// The message of the server or of the connection.
+    /// The message of the server or of the connection, at most 300 characters of it, with control
+    /// characters escaped.
     pub message: String,
 }
 
 impl PlayError {
-    pub(super) fn new(kind: impl Into<String>, message: impl Into<String>) -> Self {
-        PlayError { kind: kind.into(), message: message.into() }
+    pub(super) fn new(kind: impl Into<String>, message: impl AsRef<str>) -> Self {
+        let mut shown = String::new();
+        for character in message.as_ref().chars().take(LONGEST_MESSAGE) {
+            match character.is_control() {
+                true => shown.extend(character.escape_default()),
+                false => shown.push(character),
+            }
+        }
+        PlayError { kind: kind.into(), message: shown }
     }
 
     fn timeout() -> Self {
@@ -180,6 +190,13 @@ mod tests {
         assert_eq!(measured.first, Some(10 * MS));
         assert_eq!((measured.tokens(), measured.per_token()), (4, Some(10 * MS)));
         assert_eq!(measured.cached(), Some((9, 6)));
+    }
+
+    #[test]
+    fn messages_of_servers_are_short_and_control_no_terminal() {
+        let error = PlayError::new("status 500", format!("a\u{1b}[2Jä{}", "x".repeat(1 << 20)));
+        assert!(error.message.starts_with("a\\u{1b}[2Jä"), "{}", error.message);
+        assert_eq!(error.message.chars().count(), 300 + "\\u{1b}".len() - 1);
     }
 
     #[test]

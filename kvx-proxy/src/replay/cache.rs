@@ -26,10 +26,20 @@ impl CacheCounts {
         self.queries += more.queries;
         self.hits += more.hits;
     }
+}
 
-    pub(super) fn since(self, before: CacheCounts) -> Self {
-        CacheCounts { queries: self.queries - before.queries, hits: self.hits - before.hits }
+/// Returns what all servers counted between two readings of [`ObservedCaches::counts`].
+pub(super) fn difference(before: &[CacheCounts], after: &[CacheCounts]) -> Result<CacheCounts> {
+    let mut counts = CacheCounts::default();
+    for (before, after) in before.iter().zip(after) {
+        let more =
+            CacheCounts { queries: after.queries - before.queries, hits: after.hits - before.hits };
+        if more.queries < 0.0 || more.hits < 0.0 {
+            return Err(Error::new("a server whose cache is observed has restarted"));
+        }
+        counts.add(more);
     }
+    Ok(counts)
 }
 
 /// Servers whose caches are observed.
@@ -44,15 +54,15 @@ impl ObservedCaches {
         Ok(ObservedCaches { client: client(&servers)?, servers })
     }
 
-    /// Returns the counts of all servers since they started.
-    pub(super) async fn counts(&self) -> Result<CacheCounts> {
-        let mut counts = CacheCounts::default();
+    /// Returns the counts of each server since it started.
+    pub(super) async fn counts(&self) -> Result<Vec<CacheCounts>> {
+        let mut counts = Vec::new();
         for server in &self.servers {
             let text = self.metrics(server).await;
             let counted = text.and_then(|text| {
                 read(&text).ok_or_else(|| "it has no vllm:prefix_cache_queries_total".to_owned())
             });
-            counts.add(counted.map_err(|why| {
+            counts.push(counted.map_err(|why| {
                 Error::new(format!("cannot read the cache's metrics at {}: {why}", server.url()))
             })?);
         }
@@ -92,6 +102,21 @@ fn read(text: &str) -> Option<CacheCounts> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn counts_of_a_restarted_server_are_no_difference() {
+        let counts = |pairs: &[(f64, f64)]| -> Vec<CacheCounts> {
+            pairs
+                .iter()
+                .map(|(queries, hits)| CacheCounts { queries: *queries, hits: *hits })
+                .collect()
+        };
+        let before = counts(&[(10.0, 5.0), (100.0, 50.0)]);
+        let more = difference(&before, &counts(&[(30.0, 6.0), (100.0, 50.0)])).unwrap();
+        assert_eq!(more, CacheCounts { queries: 20.0, hits: 1.0 });
+        let error = difference(&before, &counts(&[(900.0, 500.0), (4.0, 0.0)])).unwrap_err();
+        assert!(error.to_string().contains("has restarted"), "{error}");
+    }
 
     #[test]
     fn counts_of_all_engines_are_added() {

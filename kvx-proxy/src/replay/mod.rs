@@ -21,7 +21,7 @@ pub use self::cache::CacheCounts;
 pub use crate::recording::trace::{Trace, TraceRequest};
 
 use self::answer::{Measured, stream};
-use self::cache::ObservedCaches;
+use self::cache::{ObservedCaches, difference};
 use crate::endpoint::{Endpoint, EndpointClient, client};
 use crate::error::{Error, Result};
 use crate::setup::ApiKey;
@@ -74,10 +74,29 @@ pub struct PlayedEndpoint {
     pub url: String,
     /// The requests that it got, in the order of the trace.
     pub requests: Vec<PlayedRequest>,
+    /// Requests whose time came, and that were not sent before the end of the replay because too
+    /// many others were in progress.
+    pub not_sent: usize,
     /// The time from the first request until the last answer, without the turns of others.
     pub took: Duration,
     /// The part of prompts that the observed caches had.
     pub caches: Option<CacheCounts>,
+    /// Why `caches` is unknown although caches are observed.
+    pub caches_error: Option<String>,
+}
+
+impl PlayedEndpoint {
+    /// Adds what the observed caches counted, or forgets all of it if that is unknown.
+    fn observe(&mut self, counted: std::result::Result<CacheCounts, String>) {
+        match (counted, &mut self.caches) {
+            (Ok(more), Some(counts)) => counts.add(more),
+            (Ok(_), None) => {}
+            (Err(error), _) => {
+                self.caches = None;
+                self.caches_error.get_or_insert(error);
+            }
+        }
+    }
 }
 
 /// A request that was sent, and its answer.
@@ -88,17 +107,18 @@ pub struct PlayedRequest {
     pub number: usize,
     /// When it was to be sent, since the trace began, at the speed of the replay.
     pub due: Duration,
-    /// How much later it was sent, because too many others were in progress.
+    /// How much later it was sent, because too many others were in progress. It is a part of
+    /// `first_token` and `total`, as it would be for a user.
     pub late: Duration,
     /// The tokens of its prompt.
     pub prompt_tokens: usize,
     /// The tokens of its answer.
     pub answer_tokens: u64,
-    /// The time until the first token.
+    /// The time from when it was to be sent until the first token.
     pub first_token: Option<Duration>,
     /// The mean time between two tokens.
     pub per_token: Option<Duration>,
-    /// The time until the end.
+    /// The time from when it was to be sent until the end.
     pub total: Duration,
     /// The tokens of the prompt, and those that the server had cached, if it reports them.
     pub cached: Option<(u64, u64)>,
@@ -113,7 +133,7 @@ pub struct PlayedRequest {
 /// # Errors
 ///
 /// Fails if a URL is invalid, an endpoint lists no model and none is named, or an observed cache
-/// cannot be read. Requests that fail are results.
+/// cannot be read before the first request. Requests that fail are results.
 pub async fn play(
     trace: &Arc<Trace>,
     urls: &[&str],
@@ -137,11 +157,11 @@ pub async fn play(
         .iter()
         .map(|url| PlayedEndpoint {
             url: (*url).to_owned(),
-            requests: Vec::new(),
-            took: Duration::ZERO,
             caches: (!options.caches.is_empty()).then(CacheCounts::default),
+            ..PlayedEndpoint::default()
         })
         .collect();
+    let mut first_counts = Some(caches.counts().await?);
     for (turn, requests) in turns(&trace.requests, options).into_iter().enumerate() {
         let mut order: Vec<usize> = (0..players.len()).collect();
         let together = match options.in_turn {
@@ -153,16 +173,21 @@ pub async fn play(
             None => players.len().max(1),
         };
         for group in order.chunks(together) {
-            let before = caches.counts().await?;
+            // A reading that fails later is no reason to discard the answers.
+            let before = match first_counts.take() {
+                Some(counts) => Ok(counts),
+                None => caches.counts().await,
+            };
             let (sender, mut ended) = mpsc::unbounded_channel();
             let start = Instant::now();
+            let mut turns = JoinSet::new();
             for at in group {
                 let (player, requests) = (Arc::clone(&players[*at]), requests.clone());
                 let (sender, at) = (sender.clone(), *at);
-                tokio::spawn(async move {
+                turns.spawn(async move {
                     // The receiver lives as long as this task.
                     let each = move |request| _ = sender.send((at, request));
-                    player.turn(requests, start, each).await;
+                    (at, player.turn(requests, start, each).await)
                 });
             }
             drop(sender);
@@ -172,11 +197,15 @@ pub async fn play(
                 last[at] = start.elapsed();
                 played[at].requests.push(request);
             }
+            for (at, not_sent) in turns.join_all().await {
+                played[at].not_sent += not_sent;
+            }
+            let after = caches.counts().await;
+            let counted = before.and_then(|before| difference(&before, &after?));
+            let counted = counted.map_err(|error| error.to_string());
             for at in group {
                 played[*at].took += last[*at];
-                if let Some(counts) = &mut played[*at].caches {
-                    counts.add(caches.counts().await?.since(before));
-                }
+                played[*at].observe(counted.clone());
             }
         }
     }
@@ -241,40 +270,51 @@ async fn players(
 
 impl Player {
     /// Sends some requests of the trace, the first one now, and calls `each` with each answer.
+    /// Returns how many were to be sent, and were not because others were in progress.
     async fn turn(
         self: &Arc<Self>,
         requests: Range<usize>,
         start: Instant,
         each: impl Fn(PlayedRequest) + Clone + Send + 'static,
-    ) {
+    ) -> usize {
         let speed = self.options.speed;
-        let due = |number: usize| self.trace.requests[number].at.div_f64(speed);
-        let begin = due(requests.start);
+        let due_at = |number: usize| self.trace.requests[number].at.div_f64(speed);
+        let begin = due_at(requests.start);
         let is_over = |time| self.options.length.is_some_and(|length| time > length);
         let mut in_progress = JoinSet::new();
-        for number in requests {
-            let due = due(number);
+        let mut not_sent = 0;
+        for number in requests.clone() {
+            let due = due_at(number);
             if is_over(due) {
                 break;
             }
             // It is made before its time, so that long prompts are not late.
             let body = self.body(number);
-            sleep_until(start + (due - begin)).await;
-            // The semaphore is never closed.
-            let Ok(slot) = Arc::clone(&self.slots).acquire_owned().await else { break };
-            if is_over(begin + start.elapsed()) {
-                break;
-            }
-            let late = start.elapsed().saturating_sub(due - begin);
+            let planned = start + (due - begin);
+            sleep_until(planned).await;
+            let slot = match Arc::clone(&self.slots).try_acquire_owned() {
+                Ok(slot) => slot,
+                Err(_) => {
+                    // The semaphore is never closed.
+                    let Ok(slot) = Arc::clone(&self.slots).acquire_owned().await else { break };
+                    if is_over(begin + start.elapsed()) {
+                        not_sent =
+                            (number..requests.end).filter(|later| !is_over(due_at(*later))).count();
+                        break;
+                    }
+                    slot
+                }
+            };
             let (player, each) = (Arc::clone(self), each.clone());
             while in_progress.try_join_next().is_some() {}
             in_progress.spawn(async move {
-                let played = player.request(number, body, due, late).await;
+                let played = player.request(number, body, due, planned).await;
                 each(played);
                 drop(slot);
             });
         }
         while in_progress.join_next().await.is_some() {}
+        not_sent
     }
 
     /// Returns the body of a request.
@@ -301,9 +341,9 @@ impl Player {
         number: usize,
         body: String,
         due: Duration,
-        late: Duration,
+        planned: Instant,
     ) -> PlayedRequest {
-        let begun = Instant::now();
+        let late = planned.elapsed();
         let mut measured = Measured::default();
         let key = self.options.key.as_ref().map(ApiKey::text);
         let ended = match self.endpoint.request(key, "/v1/completions", Some(body)) {
@@ -316,9 +356,9 @@ impl Player {
             late,
             prompt_tokens: self.trace.requests[number].prompt_tokens,
             answer_tokens: measured.tokens(),
-            first_token: measured.first,
+            first_token: measured.first.map(|time| late + time),
             per_token: measured.per_token(),
-            total: begun.elapsed(),
+            total: planned.elapsed(),
             cached: measured.cached(),
             error: ended.err(),
         }

@@ -17,6 +17,7 @@ pub(crate) mod faults;
 pub(crate) mod fleet;
 mod instances;
 mod load;
+mod measurements;
 mod page;
 mod passing;
 mod recipes;
@@ -130,8 +131,12 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             a_seed_makes_the_same_requests_and_a_trace_of_mooncake_plays,
             outcomes_of_failures_are_recorded, a_full_disk_ends_the_recording_and_no_request,
             a_restart_adds_to_the_recording_and_its_size_is_limited,
-            malformed_files_are_refused_with_the_line,
-            a_replay_compares_two_endpoints_and_writes_a_page;
+            malformed_files_are_refused_with_the_line;
+        measurements:
+            a_replay_compares_two_endpoints_and_writes_a_page,
+            endpoints_that_take_turns_are_never_busy_at_the_same_time,
+            waiting_for_others_is_a_part_of_the_times, unknown_counts_of_a_cache_discard_no_answers,
+            a_report_replaces_an_earlier_one_only_when_it_is_complete;
         fallback:
             is_off_by_default_and_503_names_the_missing_side, lets_decodes_compute_prompts_and_says_so,
             has_a_cap;

@@ -1,7 +1,6 @@
 //! Tests of `kvx proxy --record` and `kvx replay`.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -49,14 +48,14 @@ async fn ask(port: u16, path: &str, body: &Value) {
     assert_eq!(answer.status, 200, "{}", answer.text());
 }
 
-fn kvx_replay(arguments: &[&str]) -> Output {
+pub(super) fn kvx_replay(arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     command.env_remove("OPENAI_API_KEY").arg("replay").args(arguments).stdin(Stdio::null());
     output(&mut command, CUT_OFF * 3)
 }
 
 /// Replays a file, and returns the object that `--json` prints.
-fn replayed(file: &str, url: &str, more: &[&str]) -> Value {
+pub(super) fn replayed(file: &str, url: &str, more: &[&str]) -> Value {
     let output = kvx_replay(&[&[file, "--url", url, "--json"][..], more].concat());
     assert_eq!(output.status.code(), Some(0), "{}", said(&output));
     serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
@@ -191,7 +190,7 @@ pub(crate) async fn a_replay_sends_what_was_recorded() {
 }
 
 /// Returns the lines of a trace in the form of Mooncake's: four requests within 600 ms.
-fn trace() -> String {
+pub(super) fn trace() -> String {
     let line = |at: u32, input: u32, output: u32, ids: &[u32]| {
         json!({"timestamp": at, "input_length": input, "output_length": output, "hash_ids": ids})
             .to_string()
@@ -206,7 +205,7 @@ fn trace() -> String {
 }
 
 /// Returns the prompts and the lengths of answers that an instance was asked for, sorted.
-fn bodies(instance: &mut Instance) -> Vec<(Vec<u64>, u64)> {
+pub(super) fn bodies(instance: &mut Instance) -> Vec<(Vec<u64>, u64)> {
     let seen = instance.report().seen.into_iter().filter(|seen| seen.leg == Some(Leg::Alone));
     let mut bodies: Vec<_> = seen
         .map(|seen| {
@@ -297,17 +296,37 @@ pub(crate) async fn outcomes_of_failures_are_recorded() {
     assert!(summary["notes"][0].as_str().unwrap().starts_with("1 requests without"), "{summary}");
 }
 
+/// Waits until exactly this many requests are counted as missing in the recording.
+async fn lost(proxy: &Proxy, requests: usize) {
+    let end = Instant::now() + CUT_OFF;
+    loop {
+        let lost = proxy.metric("kvx_proxy_recording_lines_dropped_total", "").await;
+        assert!(lost <= requests as f64, "{lost} are counted, and {requests} are lost");
+        if lost == requests as f64 {
+            return;
+        }
+        assert!(Instant::now() < end, "{lost} are counted, and {requests} are lost");
+        tokio::time::sleep(Duration::from_millis(5)).await; // between polls
+    }
+}
+
 pub(crate) async fn a_full_disk_ends_the_recording_and_no_request() {
     let file = SetupFile::new("");
     let instances = [Instance::start(Settings::default()), Instance::start(Settings::default())];
-    // Files may have 2 KiB. The signal is ignored, so that writes fail as on a full disk.
-    let mut command = Command::new("sh");
-    command.args(["-c", "trap '' 25; ulimit -f 4; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_kvx")]);
-    command.args(["proxy", "--port", "0", "--record", file.path()]);
-    command.args(["--prefill", &instances[0].url(), "--decode", &instances[1].url()]);
-    let proxy = Proxy::spawn(command, &[]);
+    // Files may have this many blocks of 512 bytes. The signal is ignored, so that writes fail as
+    // on a full disk.
+    let start = |file: &SetupFile, blocks: u32| {
+        let limited = format!("trap '' 25; ulimit -f {blocks}; exec \"$0\" \"$@\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &limited, env!("CARGO_BIN_EXE_kvx")]);
+        command.args(["proxy", "--port", "0", "--record", file.path()]);
+        command.args(["--prefill", &instances[0].url(), "--decode", &instances[1].url()]);
+        Proxy::spawn(command, &[])
+    };
+    let proxy = start(&file, 4);
     proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
-    for count in 0..20 {
+    let mut sent = 20;
+    for count in 0..sent {
         ask(proxy.port, COMPLETIONS, &completion(&prompt(&format!("request {count}"), 300), 2))
             .await;
     }
@@ -315,11 +334,28 @@ pub(crate) async fn a_full_disk_ends_the_recording_and_no_request() {
     while proxy.metric("kvx_proxy_recording_lines_dropped_total", "").await < 1.0 {
         assert!(Instant::now() < end, "no line is counted as lost: {}", proxy.errors());
         ask(proxy.port, COMPLETIONS, &completion("one more", 2)).await;
+        sent += 1;
     }
     assert!(proxy.errors().contains("cannot write the recording"), "{}", proxy.errors());
+    for _ in 0..3 {
+        ask(proxy.port, COMPLETIONS, &completion("after the end", 2)).await;
+        sent += 1;
+    }
     let text = std::fs::read_to_string(file.path()).unwrap();
     assert!(text.ends_with('\n') && (1000..=2048).contains(&text.len()), "{text}");
+    lost(&proxy, sent - (text.lines().count() - 1)).await;
     replayed(file.path(), &instances[0].url(), &["--speed", "100"]);
+
+    // A disk that is full from the start stops no router either.
+    let empty = SetupFile::new("");
+    let proxy = start(&empty, 0);
+    proxy.wait_until("/ready", "it is ready", |status, _| status == 200).await;
+    for _ in 0..2 {
+        ask(proxy.port, COMPLETIONS, &completion("not recorded", 2)).await;
+    }
+    lost(&proxy, 2).await;
+    assert!(proxy.errors().contains("there is no space for the recording"), "{}", proxy.errors());
+    assert_eq!(std::fs::metadata(empty.path()).unwrap().len(), 0);
 
     let urls = instances.each_ref().map(Instance::url);
     let pair = ["--prefill", &urls[0], "--decode", &urls[1], "--port", "0"];
@@ -418,68 +454,4 @@ pub(crate) async fn malformed_files_are_refused_with_the_line() {
         "{}",
         said(&nobody)
     );
-}
-
-pub(crate) async fn a_replay_compares_two_endpoints_and_writes_a_page() {
-    let file = SetupFile::new(&trace());
-    let (mut one, mut other) =
-        (Instance::start(Settings::default()), Instance::start(Settings::default()));
-    other.script(Script { leg: Some(Leg::Alone), times: 1, fault: Fault::Status(503) });
-    other.script(Script { leg: Some(Leg::Alone), times: 1, fault: Fault::ErrorAfter(2) });
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let report = folder.join(format!("replay-{}.html", std::process::id()));
-    let (first, second) = (one.url(), other.url());
-    let output = kvx_replay(&[
-        file.path(),
-        "--url",
-        &first,
-        "--beside",
-        &second,
-        "--speed",
-        "10",
-        "--report",
-        report.to_str().unwrap(),
-    ]);
-    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
-    let row = |name: &str| {
-        let text = said(&output);
-        let line = text.lines().find(|line| line.starts_with(name));
-        let line = line.unwrap_or_else(|| panic!("no {name}: {text}"))[name.len()..].to_owned();
-        line.split_whitespace().map(str::to_owned).collect::<Vec<_>>()
-    };
-    assert_eq!(row("requests"), ["4", "4"]);
-    assert_eq!(row("failed"), ["0", "2"]);
-    assert_eq!(row("  status 503"), ["0", "1"]);
-    assert_eq!(row("  error event"), ["0", "1"]);
-    let (ones, others) = (bodies(&mut one), bodies(&mut other));
-    let lengths = |bodies: &[(Vec<u64>, u64)]| {
-        bodies.iter().map(|(ids, answer)| (ids.len(), *answer)).collect::<BTreeSet<_>>()
-    };
-    assert_eq!(lengths(&ones), lengths(&others));
-    assert!(ones.iter().all(|body| !others.contains(body)), "each has prompts of its own");
-
-    let page = std::fs::read_to_string(&report).unwrap();
-    std::fs::remove_file(&report).unwrap();
-    assert_eq!(page.matches("<svg ").count(), 3);
-    assert!(page.contains("prefers-color-scheme:dark") && page.contains("default-src 'none'"));
-    for loads in ["src=", "href=", "url(", "@import", "<script", "NaN", "inf"] {
-        assert!(!page.contains(loads), "{loads}: {page}");
-    }
-    assert!(page.contains(&first) && page.contains(&second));
-
-    // In turns, the endpoints are never busy at the same time.
-    let output = kvx_replay(&[
-        file.path(),
-        "--url",
-        &first,
-        "--beside",
-        &second,
-        "--in-turn",
-        "300ms",
-        "--json",
-    ]);
-    let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
-    for endpoint in summary["endpoints"].as_array().unwrap() {
-        assert_eq!((&endpoint["requests"], &endpoint["errors"]), (&json!(4), &json!({})));
-    }
 }

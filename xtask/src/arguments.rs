@@ -62,7 +62,7 @@ pub(crate) enum Request {
         check: bool,
     },
     /// Build the published files from the committed sources in two folders, and compare their
-    /// checksums; needs a quarter of an hour on an idle machine
+    /// checksums; needs half an hour or more on an idle machine
     Reproduce {
         /// Only this file
         #[arg(long, value_name = "FILE")]

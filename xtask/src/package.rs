@@ -47,7 +47,7 @@ pub(crate) fn run() -> Result<bool> {
     failures.extend(packages.write_lists(&folder.join("sbom"), to_compile)?);
     tarballs(&everything, &folder, deadline)?;
     let lists = release::files(&folder.join("sbom"), "json")?;
-    let tarballs = release::files(&folder.join("package"), "crate")?;
+    let tarballs = published(&everything).map(|package| tarball(&folder, package)).collect();
     release::write_checksums(&folder, [lists, tarballs].concat())?;
     failures.extend(compile_alone(&everything, &folder, deadline)?);
     for (what, features) in CHOICES {
@@ -139,14 +139,18 @@ fn tarballs(workspace: &Metadata, folder: &Path, deadline: Deadline) -> Result<(
     let _ = std::fs::remove_dir_all(&unpacked); // left by an earlier run
     std::fs::create_dir_all(&unpacked)?;
     for package in published(workspace) {
-        let tarball = format!("{}-{}.crate", package.name, package.version);
         let mut tar = Command::new("tar");
         // cargo gives all files the same old time, so that it would consider an earlier run's build
         // up to date.
-        tar.arg("-xzmf").arg(folder.join("package").join(tarball)).arg("-C").arg(&unpacked);
+        tar.arg("-xzmf").arg(tarball(folder, package)).arg("-C").arg(&unpacked);
         process::must_succeed(tar, deadline)?;
     }
     Ok(())
+}
+
+/// Returns the path of a crate's tarball. The folder may also have those of earlier versions.
+fn tarball(folder: &Path, package: Package<'_>) -> PathBuf {
+    folder.join("package").join(format!("{}-{}.crate", package.name, package.version))
 }
 
 /// Compiles each unpacked crate alone, against the tarballs of the others, and returns those that

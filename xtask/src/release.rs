@@ -41,18 +41,30 @@ impl Artefact {
     pub(crate) fn build(&self, from: &Path, target: &Path, deadline: Deadline) -> Result<PathBuf> {
         let mut cargo = process::cargo(["build", "--release", "--locked"]);
         cargo.args(self.build).current_dir(from).arg("--target-dir").arg(target);
-        cargo.env("CARGO_ENCODED_RUSTFLAGS", flags(from, target, &cargo_home()?));
+        let inherited = inherited_flags(|name| std::env::var(name).ok());
+        let flags = [inherited, flags(from, target, &cargo_home()?)].concat();
+        cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"));
         process::must_succeed(cargo, deadline)?;
         Ok(target.join("release").join(self.file))
     }
 }
 
-/// Returns the flags with which the files contain no paths of this machine, as cargo encodes them.
-/// The last one that matches a path counts.
-fn flags(from: &Path, target: &Path, home: &Path) -> String {
+/// Returns the flags of the caller's environment, which the variable that
+/// [`build`](Artefact::build) sets would hide. As for cargo, CARGO_ENCODED_RUSTFLAGS takes
+/// precedence over RUSTFLAGS.
+fn inherited_flags(variable: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let (text, separator) = match variable("CARGO_ENCODED_RUSTFLAGS") {
+        Some(encoded) => (encoded, '\x1f'),
+        None => (variable("RUSTFLAGS").unwrap_or_default(), ' '),
+    };
+    text.split(separator).filter(|flag| !flag.is_empty()).map(str::to_owned).collect()
+}
+
+/// Returns the flags that replace the paths of this machine. The last one that matches a path
+/// counts.
+fn flags(from: &Path, target: &Path, home: &Path) -> Vec<String> {
     let names = [(home, "/cargo"), (from, "/kvx"), (target, "/target")];
-    let flags = names.map(|(path, name)| format!("--remap-path-prefix={}={name}", path.display()));
-    flags.join("\x1f")
+    names.map(|(path, name)| format!("--remap-path-prefix={}={name}", path.display())).into()
 }
 
 /// Returns the folder with the sources of dependencies.
@@ -155,9 +167,24 @@ mod tests {
     }
 
     #[test]
+    fn builds_keep_the_flags_of_the_environment() {
+        let of = |variables: &[(&str, &str)]| {
+            inherited_flags(|name| {
+                let found = variables.iter().find(|(variable, _)| *variable == name);
+                found.map(|(_, value)| (*value).to_owned())
+            })
+        };
+        assert_eq!(of(&[]), [""; 0]);
+        let plain = ("RUSTFLAGS", " -C  target-cpu=native");
+        assert_eq!(of(&[plain]), ["-C", "target-cpu=native"]);
+        let encoded = ("CARGO_ENCODED_RUSTFLAGS", "--cfg\x1fa b");
+        assert_eq!(of(&[plain, encoded]), ["--cfg", "a b"]);
+        assert_eq!(of(&[plain, ("CARGO_ENCODED_RUSTFLAGS", "")]), [""; 0]);
+    }
+
+    #[test]
     fn builds_replace_the_paths_of_this_machine() {
         let flags = flags(Path::new("/w/kvx"), Path::new("/w/kvx/target"), Path::new("/h/.cargo"));
-        let flags: Vec<_> = flags.split('\x1f').collect();
         // The target directory lies in the sources, so it comes after them.
         assert_eq!(flags[0], "--remap-path-prefix=/h/.cargo=/cargo");
         assert_eq!(flags[1], "--remap-path-prefix=/w/kvx=/kvx");

@@ -45,6 +45,11 @@ impl Silence {
         (timeout / 4).clamp(Duration::from_millis(1), LONGEST_STEP)
     }
 
+    /// Returns true if an answer is outstanding.
+    pub fn awaits_answer(&self) -> bool {
+        self.awaits
+    }
+
     /// Returns the time at which the peer last sent something or was last checked.
     pub fn since(&self) -> Instant {
         self.seen

@@ -104,10 +104,10 @@ impl<F, V: Copy> BoundLibrary<F, V> {
 /// A table of a library's functions, which `cargo xtask bindings` generates.
 ///
 /// # Safety
-/// The type consists of one pointer to a function for each name, in the order of the names.
+/// Each field is a pointer to a function, listed with the name of that function.
 pub unsafe trait FunctionTable: Copy {
-    /// The names of the functions.
-    const NAMES: &'static [&'static CStr];
+    /// The names of the functions with the offsets of their fields, in the order of the fields.
+    const FIELDS: &'static [(&'static CStr, usize)];
 
     /// Resolves all functions by `address`.
     ///
@@ -120,12 +120,25 @@ pub unsafe trait FunctionTable: Copy {
     unsafe fn find<E>(
         address: impl FnMut(&'static CStr) -> Result<NonNull<c_void>, E>,
     ) -> Result<Self, E> {
-        const { assert!(size_of::<Self>() == Self::NAMES.len() * size_of::<usize>()) };
-        let addresses = Self::NAMES.iter().copied().map(address).collect::<Result<Vec<_>, E>>()?;
-        // SAFETY: the implementer guarantees that the table is as many pointers in this order, and
+        const { assert!(is_complete::<Self>(Self::FIELDS)) };
+        let names = Self::FIELDS.iter().map(|(name, _)| *name);
+        let addresses = names.map(address).collect::<Result<Vec<_>, E>>()?;
+        // SAFETY: the assertion above ensures that the table is as many pointers in this order, and
         // the caller that they point to functions of its signatures.
         Ok(unsafe { addresses.as_ptr().cast::<Self>().read() })
     }
+}
+
+/// Returns true if a table of pointers has exactly these fields, in this order.
+const fn is_complete<T>(fields: &[(&CStr, usize)]) -> bool {
+    let mut at = 0;
+    while at < fields.len() {
+        if fields[at].1 != at * size_of::<usize>() {
+            return false;
+        }
+        at += 1;
+    }
+    size_of::<T>() == fields.len() * size_of::<usize>()
 }
 
 /// The library of a process: only the first one that was opened is used.
@@ -330,6 +343,15 @@ pub fn loaded_files() -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tables_have_all_fields_in_the_order_of_their_names() {
+        let (first, second) = ((c"a", 0), (c"b", size_of::<usize>()));
+        assert!(is_complete::<[usize; 2]>(&[first, second]));
+        assert!(!is_complete::<[usize; 2]>(&[second, first]));
+        assert!(!is_complete::<[usize; 2]>(&[first]));
+        assert!(!is_complete::<[usize; 1]>(&[first, second]));
+    }
 
     #[test]
     fn a_library_is_opened_once_and_failures_are_tried_again() {

@@ -102,6 +102,7 @@ mod tests {
     use super::super::{Armed, NoWork, Outbox, Queued, Reactor, Turn};
     use super::*;
     use kvx_core::Result;
+    use std::os::fd::RawFd;
 
     /// A machine that stops slowly. It counts its turns, that it is stopping, and that it was
     /// dropped.
@@ -118,6 +119,9 @@ mod tests {
         }
         fn arm(&mut self) -> Result<Armed> {
             Ok(Armed::Sleep(None))
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
         }
         fn stop(&mut self, _: &mut Outbox) {
             self.0[1].store(1, Ordering::SeqCst);

@@ -74,11 +74,9 @@ pub trait Progress: Send + Sized + 'static {
     fn arm(&mut self) -> Result<Armed>;
 
     /// Returns the descriptors that wake the machine in addition to commands. They never change and
-    /// are watched for reading. A machine with its own sockets returns one epoll descriptor. The
-    /// default has none.
-    fn fds(&self) -> &[RawFd] {
-        &[]
-    }
+    /// are watched for reading. A machine with its own sockets returns one epoll descriptor, and one
+    /// that only commands wake returns none.
+    fn fds(&self) -> &[RawFd];
 
     /// Fails all remaining work. This is the last call.
     fn stop(&mut self, out: &mut Outbox);

@@ -53,6 +53,9 @@ impl Progress for Works {
     fn arm(&mut self) -> Result<Armed> {
         Ok(if self.left == 0 { Armed::Sleep(None) } else { Armed::Again })
     }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
     fn stop(&mut self, _: &mut Outbox) {}
 }
 
@@ -157,6 +160,9 @@ impl Progress for Detaches {
     }
     fn arm(&mut self) -> Result<Armed> {
         self.0.arm()
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
     }
     fn stop(&mut self, _: &mut Outbox) {}
 }

@@ -37,6 +37,9 @@ impl Progress for Echo {
     fn arm(&mut self) -> Result<Armed> {
         Ok(if self.0.is_empty() { Armed::Sleep(None) } else { Armed::Again })
     }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
     fn stop(&mut self, out: &mut Outbox) {
         for ticket in self.0.drain(..) {
             out.settle(ticket, Err(ErrorKind::Closed.because("stopped")));
@@ -188,6 +191,9 @@ impl Progress for Alone {
     fn arm(&mut self) -> Result<Armed> {
         self.echo.arm()
     }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
     fn stop(&mut self, _: &mut Outbox) {}
 }
 
@@ -236,6 +242,9 @@ impl Progress for Attentive {
     }
     fn arm(&mut self) -> Result<Armed> {
         self.0.arm()
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
     }
     fn stop(&mut self, out: &mut Outbox) {
         self.0.stop(out);
@@ -286,6 +295,9 @@ impl Progress for Does {
     }
     fn arm(&mut self) -> Result<Armed> {
         Ok(Armed::Sleep(None))
+    }
+    fn fds(&self) -> &[RawFd] {
+        &[]
     }
     fn stop(&mut self, _: &mut Outbox) {}
 }

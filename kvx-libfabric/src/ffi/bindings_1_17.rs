@@ -1839,13 +1839,14 @@ pub struct Functions {
         context: *mut ::core::ffi::c_void,
     ) -> ::core::ffi::c_int,
 }
+// SAFETY: each field is a pointer to the function that its header declares with its name.
 unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
-    const NAMES: &'static [&'static ::core::ffi::CStr] = &[
-        c"fi_strerror",
-        c"fi_version",
-        c"fi_getinfo",
-        c"fi_freeinfo",
-        c"fi_dupinfo",
-        c"fi_fabric",
+    const FIELDS: &'static [(&'static ::core::ffi::CStr, usize)] = &[
+        (c"fi_strerror", ::core::mem::offset_of!(Functions, fi_strerror)),
+        (c"fi_version", ::core::mem::offset_of!(Functions, fi_version)),
+        (c"fi_getinfo", ::core::mem::offset_of!(Functions, fi_getinfo)),
+        (c"fi_freeinfo", ::core::mem::offset_of!(Functions, fi_freeinfo)),
+        (c"fi_dupinfo", ::core::mem::offset_of!(Functions, fi_dupinfo)),
+        (c"fi_fabric", ::core::mem::offset_of!(Functions, fi_fabric)),
     ];
 }

@@ -78,7 +78,7 @@ pub(crate) struct OpenedLink {
     pub(crate) small: VecDeque<TransferId>,
     pub(crate) bulk: VecDeque<TransferId>,
     pub(crate) notices: NoticesToPeer,
-    silence: Silence,
+    pub(crate) silence: Silence,
 }
 
 impl OpenedLink {

@@ -8,7 +8,8 @@ use crate::kv::{Outcome, TransferParams};
 /// Wakes the engine, because there may be outcomes.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// Moves blocks from and to peers. No method blocks. The default methods move nothing.
+/// Moves blocks from and to peers. No method blocks. The default methods move nothing; there is none
+/// for [`on_finished`](Self::on_finished), because only the mover knows whether a peer still reads.
 pub trait Mover: Send {
     /// Records that a request has arrived.
     fn on_request(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
@@ -40,10 +41,7 @@ pub trait Mover: Send {
 
     /// Ends a request, and returns true if the engine must keep its blocks until an outcome names
     /// it.
-    fn on_finished(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
-        _ = ending;
-        (false, None)
-    }
+    fn on_finished(&mut self, ending: FinishedRequest<'_>) -> (bool, Option<TransferParams>);
 }
 
 /// A finished request.
@@ -65,4 +63,8 @@ pub struct FinishedRequest<'a> {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NoMover;
 
-impl Mover for NoMover {}
+impl Mover for NoMover {
+    fn on_finished(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+        (false, None) // no peer reads the blocks
+    }
+}

@@ -143,6 +143,9 @@ impl<const WATCHED: bool> Progress for Machine<WATCHED> {
         self.check_attached();
         Ok(if self.commands.is_empty() { Armed::Sleep(None) } else { Armed::Again })
     }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
     fn stop(&mut self, out: &mut Outbox) {
         self.check_attached();
         let tickets = self.commands.drain(..).filter_map(|work| work.0);

@@ -59,6 +59,9 @@ impl Progress for Hangs {
     fn arm(&mut self) -> Result<Armed> {
         self.echo.arm()
     }
+    fn fds(&self) -> &[RawFd] {
+        &[]
+    }
     fn stop(&mut self, out: &mut Outbox) {
         self.echo.stop(out);
     }
@@ -190,6 +193,9 @@ fn work_that_panics_ends_its_machine() {
         }
         fn arm(&mut self) -> Result<Armed> {
             Ok(Armed::Sleep(None))
+        }
+        fn fds(&self) -> &[RawFd] {
+            &[]
         }
         fn stop(&mut self, _: &mut Outbox) {}
     }

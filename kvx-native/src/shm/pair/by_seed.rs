@@ -8,8 +8,9 @@ use kvx_core::{ErrorKind, Op};
 use kvx_testkit::{Random, Tier};
 
 use super::end::{Resources, alone};
-use super::{LONG, MANY, OpenLink, Pair, RegionRole, Role, SMALL, Shape, cut};
+use super::{LONG, MANY, Pair, RegionRole, Role, SMALL, Shape, cut};
 use crate::shm::progress::Command;
+use crate::shm::shared_link::SharedLink;
 
 const SEEDS: u64 = 200;
 /// The number of seeds in the whole tier.
@@ -104,9 +105,8 @@ fn drawn(random: &mut Random) -> (bool, Vec<Fate>) {
 }
 
 /// Connects to an earlier incarnation of the owner, whose place another one has taken.
-fn meet_successor(pair: &mut Pair, stale: OpenLink, socket: Vec<u8>) {
-    let link = Arc::clone(&stale.shared);
-    pair.initiator.command(Command::Connect { link: stale.shared, socket });
+fn meet_successor(pair: &mut Pair, link: Arc<SharedLink>, socket: Vec<u8>) {
+    pair.initiator.command(Command::Connect { link: Arc::clone(&link), socket });
     pair.until("the end of a link to an earlier incarnation", |_| link.gone.get().is_some());
     let why = link.gone.get().map(|why| why.kind());
     assert_eq!(why, Some(ErrorKind::PeerRestarted), "{:?}", link.gone.get());
@@ -155,7 +155,7 @@ fn live(pair: &mut Pair, fate: Fate) {
             pair.kill(who);
             if who == Role::Owner {
                 pair.has_ended();
-                meet_successor(pair, OpenLink { shared, imports: 0 }, socket);
+                meet_successor(pair, shared, socket);
             }
         }
     }

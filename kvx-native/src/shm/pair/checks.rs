@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvx_core::{Error, ErrorKind, Op};
 
 use super::end::Resources;
-use super::{ORDERS, POISON, Pair, Place, RegionRole, cut, indices};
+use super::{ORDERS, OpenLink, POISON, Pair, Place, RegionRole, cut, indices};
 use crate::shm::progress::Command;
 use crate::shm::shared_link::SharedLink;
 
@@ -58,6 +58,13 @@ impl Pair {
     /// Checks the operations that have settled, and overwrites their memory so that later accesses
     /// are noticed.
     pub(super) fn settle(&mut self) {
+        if let Some(OpenLink { shared, ends_by, .. }) = &self.link
+            && let Some(why) = shared.gone.get()
+        {
+            let lost_file = why.kind() == ErrorKind::Exhausted && cut::lost_files() > 0;
+            let is_expected = lost_file || ends_by.contains(&why.kind());
+            assert!(is_expected, "a link was lost without a reason: {why}");
+        }
         for at in 0..self.slots.len() {
             self.settle_transfer(at);
             RegionRole::ALL.into_iter().for_each(|which| self.settle_revocation(at, which));
@@ -199,6 +206,7 @@ impl Pair {
         for link in self.link.take().map(|link| link.shared).into_iter().chain(self.lost.drain(..))
         {
             let why = link.gone.get().expect("the loop above waited for it");
+            // `settle` has checked the reason, unless the owner was killed.
             let is_expected = matches!(
                 why.kind(),
                 ErrorKind::PeerLost | ErrorKind::PeerRestarted | ErrorKind::Exhausted

@@ -172,6 +172,8 @@ struct Slot {
 struct OpenLink {
     shared: Arc<SharedLink>,
     imports: u64,
+    /// The error kinds with which it may be lost.
+    ends_by: Vec<ErrorKind>,
 }
 
 struct SentNotice {
@@ -282,7 +284,7 @@ impl Pair {
         let shared = Arc::new(self.owner.shared(id));
         let socket = self.owner.machine.socket_name();
         self.initiator.command(Command::Connect { link: Arc::clone(&shared), socket });
-        self.link = Some(OpenLink { shared, imports: 0 });
+        self.link = Some(OpenLink { shared, imports: 0, ends_by: Vec::new() });
     }
 
     /// Returns the link if plans may be posted over it.
@@ -418,7 +420,8 @@ impl Pair {
         let all = transfers
             .map(|posted| &mut posted.ends_by)
             .chain(self.told.iter_mut().map(|told| &mut told.ends_by));
-        all.for_each(|ends_by| ends_by.extend_from_slice(by));
+        let link = self.link.iter_mut().map(|link| &mut link.ends_by);
+        all.chain(link).for_each(|ends_by| ends_by.extend_from_slice(by));
     }
 
     /// Closes the link, as core does.

@@ -3,24 +3,30 @@
 use std::hash::{Hash as _, Hasher as _};
 use std::time::Duration;
 
-use kvx_core::backend::LinkState;
+use kvx_core::backend::{LinkId, LinkState};
 use kvx_core::{Error, ErrorKind, Op};
 
 use super::Counts;
 use super::agent::{Agent, Report};
 use super::operations::{POISON, Place, PlaceRole, moved};
 use super::world::{Bound, World};
+use crate::clock;
 use crate::tcp::socket::network;
 
 /// The longest that operations take while nothing is faulty.
 const PROMPT: Duration = Duration::from_secs(3);
 
-/// Asserts that an operation failed for a reason that the run gave.
-fn is_excused(what: &str, ends_by: &[ErrorKind], why: &Error) {
-    assert!(ends_by.contains(&why.kind()), "{what} failed without a reason: {why}");
-}
-
 impl World {
+    /// Asserts that an operation or link ended for a reason that the run gave.
+    fn is_excused(&self, what: &str, of: usize, id: LinkId, by: &[ErrorKind], why: &Error) {
+        if by.contains(&why.kind()) {
+            return;
+        }
+        assert!(why.kind() == ErrorKind::PeerLost, "{what} failed without a reason: {why}");
+        let keeps = self.must_keep(of, id);
+        assert!(keeps.is_none(), "{what} failed without a reason: {why}, {keeps:?}");
+    }
+
     /// Describes the operations in progress, for the message of a failed test.
     pub(super) fn standing(&self) -> String {
         let links = self.links.iter().flatten().map(|link| (link.id, link.is_up, link.is_gone));
@@ -49,12 +55,12 @@ impl World {
                 match report {
                     Report::Notification(number) => self.observe(("notification", of, number)),
                     Report::Link(id, state) => {
-                        let why = match &state {
-                            LinkState::Lost(why) => Some(why.kind()),
-                            LinkState::Restarted => Some(ErrorKind::PeerRestarted),
+                        let why = match state {
+                            LinkState::Lost(why) => Some(why),
+                            LinkState::Restarted => Some(ErrorKind::PeerRestarted.because("")),
                             LinkState::Up | LinkState::Changed => None,
                         };
-                        self.observe(("link", of, id, why));
+                        self.observe(("link", of, id, why.as_ref().map(Error::kind)));
                         let link = self.links[of].as_mut().filter(|link| link.id == id);
                         let Some(link) = link else { continue }; // closed meanwhile
                         assert!(!link.is_gone, "a report about a link that has ended");
@@ -64,8 +70,8 @@ impl World {
                         };
                         link.is_gone = true;
                         self.counts.lost_links += 1;
-                        let excused = link.ends_by.contains(&why);
-                        assert!(excused, "a link was lost without a reason: {state:?}");
+                        let ends_by = link.ends_by.clone();
+                        self.is_excused("a link", of, id, &ends_by, &why);
                         let posted = self.slots.iter().filter_map(|slot| slot.posted.as_ref());
                         let left = posted.map(|posted| posted.link);
                         let mut left = left.chain(self.told.iter().map(|told| told.link));
@@ -74,6 +80,17 @@ impl World {
                 }
             }
         }
+        self.note_waits();
+    }
+
+    /// Records since when both agents await answers.
+    fn note_waits(&mut self) {
+        for (agent, link) in self.agents.iter().zip(&mut self.links) {
+            let Some(link) = link else { continue };
+            let peer = agent.machine.peers.get(&link.id);
+            let awaits = peer.is_some_and(|peer| peer.silence.awaits_answer());
+            link.waits_since = awaits.then(|| link.waits_since.unwrap_or_else(clock::now));
+        }
     }
 
     fn settle_notifications(&mut self) {
@@ -81,31 +98,35 @@ impl World {
         self.told.retain(|told| match told.outcome.get("a notification") {
             None => true,
             Some(result) => {
-                ended.push((told.of, told.number, told.ends_by.clone(), result));
+                let (ends_by, is_orphan) = (told.ends_by.clone(), told.is_orphan);
+                ended.push((told.of, told.number, told.link, ends_by, is_orphan, result));
                 false
             }
         });
-        for (of, number, ends_by, result) in ended {
+        for (of, number, link, ends_by, is_orphan, result) in ended {
             self.observe(("told", number, result.as_ref().err().map(Error::kind)));
             match result {
-                // The agent that received it may have restarted since.
                 Ok(()) => {
                     self.counts.acknowledged += 1;
                     let arrived = self.agents[1 - of].inbox.has(number);
                     assert!(
-                        arrived || !ends_by.is_empty(),
+                        arrived || is_orphan,
                         "a notification was acknowledged before it arrived"
                     );
                 }
-                Err(why) => is_excused("a notification", &ends_by, &why),
+                Err(why) => self.is_excused("a notification", of, link, &ends_by, &why),
             }
         }
     }
 
     fn settle_transfer(&mut self, at: usize) {
-        let slot = &mut self.slots[at];
+        let slot = &self.slots[at];
         let result = slot.posted.as_ref().and_then(|posted| posted.outcome.get("a transfer"));
         let Some(result) = result else { return };
+        if let (Some(posted), Err(why)) = (&slot.posted, &result) {
+            self.is_excused("a transfer", slot.of, posted.link, &posted.ends_by, why);
+        }
+        let slot = &mut self.slots[at];
         let Some(posted) = slot.posted.take() else { return };
         let (op, block) = (posted.op, slot.block);
         let target = slot.target(op);
@@ -117,7 +138,7 @@ impl World {
                 let expected = moved(&posted, block, std::mem::take(&mut target.content));
                 assert!(now == expected, "a {op:?} moved wrong bytes");
             }
-            Err(why) => is_excused("a transfer", &posted.ends_by, why),
+            Err(_) => {}
         }
         if !posted.is_orphan {
             assert!(!now.contains(&POISON), "a {op:?} moved bytes that must not be read any more");
@@ -203,6 +224,7 @@ impl World {
     /// what happened, and the hash of the run.
     pub(super) fn finish(mut self) -> (Counts, u64) {
         network::heal();
+        self.causes.end();
         self.bounds.clear();
         for agent in &mut self.agents {
             agent.stopped_until = None;

@@ -8,6 +8,7 @@
 //! links to the current agents must work.
 
 mod agent;
+mod causes;
 mod checks;
 mod operations;
 mod world;

@@ -186,4 +186,6 @@ pub(super) struct SentNotice {
     pub(super) link: LinkId,
     pub(super) outcome: Outcome,
     pub(super) ends_by: Vec<ErrorKind>,
+    /// True if its receiver was restarted.
+    pub(super) is_orphan: bool,
 }

@@ -10,6 +10,7 @@ use kvx_core::{ErrorKind, Op, TransferId};
 use kvx_testkit::Random;
 
 use super::agent::{Agent, Metadata, Outcome, PEER_TIMEOUT};
+use super::causes::Causes;
 use super::operations::{Place, PlaceRole, Posted, SentNotice, Slot, content};
 use super::{Counts, SEEDS};
 use crate::clock;
@@ -22,9 +23,9 @@ use crate::tcp::socket::network;
 /// The number of rounds within which agents that are awake fall asleep.
 const ROUNDS: usize = 100_000;
 /// The time beyond a timeout within which it has fired.
-const SLACK: Duration = Duration::from_millis(1500);
+pub(super) const SLACK: Duration = Duration::from_millis(1500);
 /// The longest faults that no link notices.
-const BRIEF: Duration = Duration::from_millis(500);
+pub(super) const BRIEF: Duration = Duration::from_millis(500);
 /// The number of bulk lanes of a link.
 const BULK_LANES: usize = 2;
 
@@ -33,7 +34,10 @@ pub(super) struct Link {
     pub(super) id: LinkId,
     pub(super) is_up: bool,
     pub(super) is_gone: bool,
-    /// The error kinds with which it may be lost.
+    pub(super) opened: Instant,
+    /// The beginning of the wait for an answer, if its agent awaits one.
+    pub(super) waits_since: Option<Instant>,
+    /// The error kinds with which it may be lost, apart from the faults in [`Causes`].
     pub(super) ends_by: Vec<ErrorKind>,
 }
 
@@ -59,6 +63,7 @@ pub(super) struct World {
     pub(super) given_back: Vec<Place>,
     /// By the agent whose machine must act.
     pub(super) bounds: Vec<(Instant, usize, Bound)>,
+    pub(super) causes: Causes,
     seal: &'static str,
     next: u64,
     lives: u8,
@@ -96,6 +101,7 @@ impl World {
             told: Vec::new(),
             given_back: Vec::new(),
             bounds: Vec::new(),
+            causes: Causes::default(),
             seal,
             next,
             lives: 2,
@@ -140,7 +146,7 @@ impl World {
                 if let Some(to) = network::cut() {
                     // the number of the agent that opened the connection
                     let by = usize::from(self.agents[0].metadata.address == to);
-                    self.excuse(by, &[ErrorKind::PeerLost]);
+                    self.causes.note_cut(by);
                 }
             }
             33 => self.stop(of, BRIEF),
@@ -200,10 +206,9 @@ impl World {
             ends_by.push(ErrorKind::PeerRestarted);
             self.known[of] = self.agents[1 - of].metadata.clone();
         }
-        if network::is_frozen() || self.agents.iter().any(Agent::is_stopped) {
-            ends_by.push(ErrorKind::PeerLost);
-        }
-        self.links[of] = Some(Link { id, is_up: false, is_gone: false, ends_by });
+        let (opened, waits_since) = (clock::now(), None);
+        self.links[of] =
+            Some(Link { id, is_up: false, is_gone: false, opened, waits_since, ends_by });
         self.bounds.push((up_by + SLACK, of, Bound::Connect(id)));
     }
 
@@ -283,7 +288,7 @@ impl World {
         bytes.resize(len, number as u8);
         let (done, outcome) = Outcome::new();
         let ends_by = self.links[of].iter().flat_map(|link| link.ends_by.clone()).collect();
-        self.told.push(SentNotice { of, number, link, outcome, ends_by });
+        self.told.push(SentNotice { of, number, link, outcome, ends_by, is_orphan: false });
         self.agents[of].submit(Command::Notify { link, bytes: bytes.into(), done });
     }
 
@@ -336,10 +341,8 @@ impl World {
                 *at += time;
             }
         }
-        if time > BRIEF {
-            (0..2).for_each(|of| self.excuse(of, &[ErrorKind::PeerLost]));
-            self.expect_loss(1 - of, time);
-        }
+        self.causes.note_outage(time, [of == 1, of == 0]);
+        self.expect_loss(1 - of, time);
     }
 
     /// Lets nothing arrive for a time.
@@ -348,10 +351,8 @@ impl World {
             return;
         }
         network::freeze(clock::now() + time);
-        for of in 0..2 {
-            self.excuse(of, &[ErrorKind::PeerLost]);
-            self.expect_loss(of, time);
-        }
+        self.causes.note_outage(time, [true, true]);
+        (0..2).for_each(|of| self.expect_loss(of, time));
     }
 
     /// Expects that an agent loses its peer, which does not answer for a time, if it waits.
@@ -374,6 +375,7 @@ impl World {
         self.links[of] = None;
         self.known[of] = self.agents[1 - of].metadata.clone();
         self.told.retain(|told| told.of != of);
+        self.told.iter_mut().for_each(|told| told.is_orphan = true);
         self.bounds.retain(|(_, who, _)| *who != of);
         for slot in &mut self.slots {
             let mut open = || {
@@ -449,9 +451,10 @@ impl World {
         late.iter().for_each(|at| self.cancel(*at));
         let due: Vec<_> = self.bounds.extract_if(.., |(at, ..)| *at <= now).collect();
         for (_, of, bound) in due {
-            // A stopped agent acts when it continues.
-            if !self.agents[of].is_stopped() {
-                self.check_bound(of, &bound);
+            match self.agents[of].stopped_until.filter(|until| now < *until) {
+                // A stopped agent acts when it continues.
+                Some(until) => self.bounds.push((until + SLACK, of, bound)),
+                None => self.check_bound(of, &bound),
             }
         }
         !late.is_empty()

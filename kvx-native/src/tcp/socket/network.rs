@@ -57,6 +57,8 @@ struct Flow {
     on_the_way: VecDeque<(Instant, Vec<u8>)>,
     bytes: usize,
     stalled_until: Option<Instant>,
+    /// The time at which bytes arrived last.
+    arrived: Option<Instant>,
     /// True if its sender has closed the connection.
     ends: bool,
 }
@@ -203,6 +205,14 @@ pub(crate) fn heal() {
     });
 }
 
+/// Returns when bytes arrived last over the connections to `address`, at who opened them.
+pub(crate) fn last_arrival(address: SocketAddr) -> Option<Instant> {
+    with(|network| {
+        let wires = network.wires.iter().filter(|wire| wire.to == address);
+        wires.filter_map(|wire| wire.flows[1].arrived).max()
+    })
+}
+
 /// Returns the number of connections.
 pub(crate) fn connections() -> usize {
     with(|network| network.wires.len())
@@ -246,7 +256,7 @@ impl Wire {
         {
             match (&ends[1 - from]).write(bytes) {
                 Ok(count) => {
-                    moved = true;
+                    (moved, flow.arrived) = (true, Some(now));
                     flow.bytes -= count;
                     bytes.drain(..count);
                     if bytes.is_empty() {

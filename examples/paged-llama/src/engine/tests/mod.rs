@@ -293,7 +293,11 @@ struct SlowMover {
     other: Receiver<()>,
 }
 
-impl Mover for SlowMover {}
+impl Mover for SlowMover {
+    fn on_finished(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
+        (false, None)
+    }
+}
 
 impl Drop for SlowMover {
     fn drop(&mut self) {

@@ -389,8 +389,6 @@ fn may_have_restarted(kind: ErrorKind) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use kvx_testkit::test;
-
     use super::*;
 
     fn agent() -> Result<Agent> {

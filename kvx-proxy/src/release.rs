@@ -5,7 +5,7 @@
 //! turned theirs away. Once an instance may have begun a leg, it may read, and the router releases
 //! nothing: the instance itself notifies the prefill, or the lease ends.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -16,14 +16,21 @@ use hyper::StatusCode;
 use hyper_util::client::legacy::connect::CaptureConnection;
 use kvx_vllm::Version;
 use kvx_vllm::params::{RemoteBlocks, TransferMode, TransferParams};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-/// The most releases that wait. Further ones are dropped, and the leases of their blocks end.
+/// The most releases that wait or are in progress. Further ones are dropped, and the leases of their
+/// blocks end.
 const QUEUE: usize = 1024;
+/// The part of [`QUEUE`] that one instance can fill.
+const INSTANCE_QUEUE: usize = 256;
 /// The most releases in progress.
 const AT_ONCE: usize = 64;
+/// The most releases in progress at one instance: others do not wait for one that is stopped.
+const INSTANCE_AT_ONCE: usize = 8;
+/// The most instances whose last result is kept.
+const INSTANCES: usize = 1024;
 /// The time limit of a release.
 const LIMIT: Duration = Duration::from_secs(10);
 /// The longest id or host, in bytes. With [`QUEUE`] it bounds the memory of waiting releases.
@@ -106,6 +113,8 @@ pub(crate) struct Releases {
     /// The number of releases that are queued or in progress.
     pending: watch::Sender<usize>,
     counts: Arc<ReleaseCounts>,
+    /// The result of the last release at each instance.
+    last: Mutex<BTreeMap<String, &'static str>>,
     /// The releaser and the other end of the queue, until [`serve`](Self::serve) takes them.
     unserved: Mutex<Option<(BlockReleaser, mpsc::Receiver<KeptBlocks>)>>,
 }
@@ -118,15 +127,36 @@ impl Releases {
             queue: releaser.is_some().then_some(queue),
             pending: watch::Sender::new(0),
             counts,
+            last: Mutex::default(),
             unserved: Mutex::new(releaser.map(|releaser| (releaser, waiting))),
         }
     }
 
-    /// Describes for `/status` how orphaned blocks become free.
+    /// Describes for `/status` how orphaned blocks become free: by the end of their lease where the
+    /// last release was not sent, and as `by` if that is so at each instance with a release.
     pub(crate) fn status(&self) -> serde_json::Value {
-        let by = if self.queue.is_some() { "notification" } else { "lease" };
+        let by = |is_sent| if is_sent { "notification" } else { "lease" };
         let results: BTreeMap<_, _> = self.counts.iter().collect();
-        serde_json::json!({"by": by, "results": results})
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let instances: BTreeMap<_, _> = last
+            .iter()
+            .map(|(name, last)| {
+                (name, serde_json::json!({"by": by(*last == "sent"), "last": last}))
+            })
+            .collect();
+        let any = last.is_empty() || last.values().any(|last| *last == "sent");
+        let by = by(self.queue.is_some() && any);
+        serde_json::json!({"by": by, "results": results, "instances": instances})
+    }
+
+    /// Records the result of a release.
+    fn ended(&self, instance: String, result: &'static str) {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.len() >= INSTANCES && !last.contains_key(&instance) {
+            last.pop_first();
+        }
+        last.insert(instance, result);
+        self.counts.add(result);
     }
 
     /// Sends queued releases, and calls `missed` with the reason for each that failed. Returns only
@@ -138,16 +168,29 @@ impl Releases {
         let unserved = self.unserved.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some((releaser, mut waiting)) = unserved else { return };
         let mut running = JoinSet::new();
+        let all = Arc::new(Semaphore::new(AT_ONCE));
+        // An instance's semaphore is shared with its releases.
+        let mut instances: HashMap<String, Arc<Semaphore>> = HashMap::new();
         while let Some(blocks) = waiting.recv().await {
-            while running.len() >= AT_ONCE {
-                running.join_next().await;
-            }
             while running.try_join_next().is_some() {}
+            instances.retain(|_, instance| Arc::strong_count(instance) > 1);
+            let instance = instances
+                .entry(blocks.instance.clone())
+                .or_insert_with(|| Arc::new(Semaphore::new(INSTANCE_AT_ONCE)));
+            if Arc::strong_count(instance) > INSTANCE_QUEUE {
+                drop(Pending(&self.pending));
+                self.counts.add("dropped");
+                continue;
+            }
+            let (instance, all) = (Arc::clone(instance), Arc::clone(&all));
             let (releases, releaser, missed) =
                 (Arc::clone(&self), releaser.clone(), missed.clone());
             running.spawn(async move {
                 // Counts down also if the implementation panics.
                 let _pending = Pending(&releases.pending);
+                // Errors: nobody closes the semaphores.
+                let _instance_place = instance.acquire().await;
+                let _place = all.acquire().await;
                 let ended = timeout(LIMIT, releaser.0.release(&blocks)).await;
                 let ended = ended.unwrap_or_else(|_| {
                     Err(ReleaseError::Failed(format!("it took longer than {LIMIT:?}")))
@@ -160,7 +203,7 @@ impl Releases {
                 if let Some(why) = why {
                     missed(&blocks, &format!("release of blocks: {result}: {why}"));
                 }
-                releases.counts.add(result);
+                releases.ended(blocks.instance, result);
             });
         }
     }
@@ -175,8 +218,14 @@ impl Releases {
     fn add(&self, blocks: KeptBlocks) {
         let Some(queue) = &self.queue else { return };
         // Counted first: the task may end the release at once.
-        self.pending.send_modify(|pending| *pending += 1);
-        if queue.try_send(blocks).is_err() {
+        let is_counted = self.pending.send_if_modified(|pending| {
+            let has_place = *pending < QUEUE;
+            *pending += usize::from(has_place);
+            has_place
+        });
+        if !is_counted {
+            self.counts.add("dropped");
+        } else if queue.try_send(blocks).is_err() {
             drop(Pending(&self.pending));
             self.counts.add("dropped");
         }
@@ -291,12 +340,70 @@ mod tests {
         }
     }
 
+    /// Never ends releases at the instance `stopped`.
+    #[derive(Debug)]
+    struct OneStopped;
+
+    impl ReleaseBlocks for OneStopped {
+        fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseResult<'a> {
+            match blocks.instance.as_str() {
+                "stopped" => Box::pin(std::future::pending()),
+                "refuses" => Box::pin(async { Err(ReleaseError::Refused("no".to_owned())) }),
+                _ => Box::pin(async { Ok(()) }),
+            }
+        }
+    }
+
+    fn at(instance: &str) -> KeptBlocks {
+        let remote = RemoteBlocks::new("e", "r", "h", 1, Vec::new());
+        KeptBlocks { instance: instance.to_owned(), remote, version: Version::default() }
+    }
+
+    fn count(releases: &Releases, result: &str) -> u64 {
+        let found = releases.counts.iter().find(|(one, _)| *one == result);
+        found.expect("a result").1
+    }
+
+    #[tokio::test]
+    async fn releases_at_other_instances_do_not_wait_for_one_that_is_stopped() {
+        let releases = Releases::new(Some(BlockReleaser::new(OneStopped)), Arc::default());
+        let releases = Arc::new(releases);
+        let status = || releases.status().to_string();
+        assert!(status().contains(r#""by":"notification""#), "none has failed: {}", status());
+        for _ in 0..INSTANCE_QUEUE + 3 {
+            releases.add(at("stopped"));
+        }
+        releases.add(at("refuses"));
+        let serving = tokio::spawn(Arc::clone(&releases).serve(|_, _| ()));
+        let until = async |result: &str| {
+            let counted = async {
+                while count(&releases, result) == 0 {
+                    tokio::time::sleep(Duration::from_millis(5)).await; // between polls
+                }
+            };
+            timeout(LIMIT / 2, counted).await.unwrap_or_else(|_| panic!("none is {result}"));
+        };
+        until("refused").await;
+        assert_eq!(count(&releases, "dropped"), 3, "one instance does not fill the queue");
+        let status = releases.status();
+        assert_eq!(status["by"], "lease");
+        let refused = serde_json::json!({"by": "lease", "last": "refused"});
+        assert_eq!(status["instances"]["refuses"], refused);
+        releases.add(at("works"));
+        until("sent").await;
+        let status = releases.status();
+        assert_eq!(status["by"], "notification");
+        let sent = serde_json::json!({"by": "notification", "last": "sent"});
+        assert_eq!(status["instances"]["works"], sent);
+        assert_eq!(*releases.pending.borrow(), INSTANCE_QUEUE);
+        serving.abort();
+    }
+
     #[tokio::test]
     async fn releases_beyond_the_queue_are_dropped_and_counted() {
         let counts = Arc::default();
         let releases = Releases::new(Some(BlockReleaser::new(Never)), Arc::clone(&counts));
-        let remote = RemoteBlocks::new("e", "r", "h", 1, Vec::new());
-        let blocks = KeptBlocks { instance: String::new(), remote, version: Version::default() };
+        let blocks = at("prefill");
         for _ in 0..QUEUE + 3 {
             releases.add(blocks.clone());
         }

@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvx_core::backend::random_number;
 use kvx_core::backend::sync::Mutex;
-use kvx_core::{Agent, ErrorKind, Options, Peer, Registry, Result, Secret};
+use kvx_core::{Agent, Error, ErrorKind, Options, Peer, Registry, Result, Secret};
 use serde_json::{Map, json};
-use tokio::sync::OnceCell;
+use tokio::sync::watch;
 use tokio::time::timeout;
 
 use super::clock::Clock;
@@ -30,13 +30,14 @@ const ENGINES: usize = 256;
 const TEXT: usize = 1024;
 /// The time for which a proof is valid.
 const PROOF: Duration = Duration::from_secs(60);
+/// The time for which an error that a new attempt would only repeat is returned without one.
+const PAUSE: Duration = Duration::from_secs(30);
 
 /// A client of prefill engines that releases blocks which no decode will fetch.
 ///
 /// It asks the side channel of an engine as a decode does, and sends each worker the notification
-/// that ends the lease. That is the one with which a decode reports a complete load: vLLM accepts
-/// it, and kvx engines without a secret. Engines of kvx with the same secret get a release with a
-/// proof instead. vLLM is reached over the backend `RIXL`, or over any other one if its NIXL has
+/// that ends the lease. For vLLM, that is the one with which a decode reports a complete load.
+/// Engines of kvx get a release, which has a proof if the fleet has a secret. vLLM is reached over the backend `RIXL`, or over any other one if its NIXL has
 /// the backend KVX.
 ///
 /// Release blocks only if no decode has accepted a request for them: the engine reuses them at
@@ -63,7 +64,8 @@ pub struct Releaser {
     secret: Option<Secret>,
     trust: ParamsTrust,
     side: SideClient,
-    agent: OnceCell<Agent>,
+    /// The last opening of the agent.
+    opening: Mutex<Option<watch::Receiver<Opening>>>,
     engines: Mutex<Engines>,
 }
 
@@ -76,16 +78,34 @@ struct Engines {
 
 struct Slot {
     /// The lock is held while a connection is made, so that others wait for it.
-    engine: Arc<tokio::sync::Mutex<Option<Arc<ConnectedEngine>>>>,
+    engine: Arc<tokio::sync::Mutex<Connection>>,
     last_use: u64,
 }
+
+/// The connection to the engine at an address.
+#[derive(Default)]
+enum Connection {
+    #[default]
+    None,
+    Up(Arc<ConnectedEngine>),
+    /// The engine of this id cannot be reached, or refuses this client. The next attempt is made
+    /// [`PAUSE`] later.
+    Refused {
+        engine: String,
+        error: Error,
+        at: Instant,
+    },
+}
+
+/// The result of opening the agent, and when it ended. `None`: it continues.
+type Opening = Option<(Result<Agent>, Instant)>;
 
 /// The workers of an engine.
 struct ConnectedEngine {
     id: String,
     workers: Vec<Peer>,
-    /// True if it has proved that it has the fleet's secret.
-    is_proven: bool,
+    /// True if it is kvx, so that it knows the message of a release.
+    is_kvx: bool,
 }
 
 impl fmt::Debug for Releaser {
@@ -113,17 +133,20 @@ impl Releaser {
             trust: ParamsTrust::new::<String>(secret.as_ref(), []),
             secret,
             side: side.with_limit(Self::LIMIT),
-            agent: OnceCell::new(),
+            opening: Mutex::default(),
             engines: Mutex::default(),
         }
     }
 
     /// Releases blocks within [`LIMIT`](Self::LIMIT), in a runtime of tokio. `version` is one whose
     /// side channel the engine has: see [`TransferParams::version`](crate::TransferParams::version).
-    /// An engine that does not know the request, or not any more, ignores the release.
+    /// An engine that does not know the request, or not any more, ignores the release. The backends
+    /// are opened in the background: while this takes longer than the limit, releases fail. An error
+    /// of the opening, and `NoRoute` and `Authentication` of an engine, are returned for 30 s
+    /// without another attempt.
     ///
     /// # Errors
-    /// - `TimedOut`, `PeerLost`: the engine does not answer.
+    /// - `TimedOut`, `PeerLost`: the engine does not answer, or the backends are still being opened.
     /// - `PeerRestarted`: another engine answers at the address, so the blocks are gone.
     /// - `Authentication`: only one of the two has a secret, or the secrets differ.
     /// - `NoRoute`: no backend reaches the engine.
@@ -157,15 +180,20 @@ impl Releaser {
             match self.notify(&engine, &blocks.request_id).await {
                 Ok(()) => return Ok(()),
                 // The engine may have restarted since.
-                Err(_) if !is_new && may_retry => may_retry = false,
+                Err(error) if !is_new && may_retry && may_have_restarted(error.kind()) => {
+                    may_retry = false;
+                }
                 Err(error) => return Err(error),
             }
-            slot.lock().await.take_if(|known| Arc::ptr_eq(known, &engine));
+            let known = &mut *slot.lock().await;
+            if matches!(known, Connection::Up(known) if Arc::ptr_eq(known, &engine)) {
+                *known = Connection::None;
+            }
         }
     }
 
     /// Returns the slot of an engine, and drops that of another one if there are too many.
-    fn slot(&self, blocks: &RemoteBlocks) -> Arc<tokio::sync::Mutex<Option<Arc<ConnectedEngine>>>> {
+    fn slot(&self, blocks: &RemoteBlocks) -> Arc<tokio::sync::Mutex<Connection>> {
         let address = Address { host: blocks.host.as_str().into(), port: blocks.port };
         let engines = &mut *self.engines.lock();
         engines.uses += 1;
@@ -187,25 +215,50 @@ impl Releaser {
     /// Returns the connection to an engine, and whether it is new.
     async fn connected(
         &self,
-        slot: &tokio::sync::Mutex<Option<Arc<ConnectedEngine>>>,
+        slot: &tokio::sync::Mutex<Connection>,
         blocks: &RemoteBlocks,
         version: Version,
     ) -> Result<(Arc<ConnectedEngine>, bool)> {
         let mut known = slot.lock().await;
-        let usable = |engine: &&Arc<ConnectedEngine>| {
-            engine.id == blocks.engine_id && engine.workers.iter().all(|one| one.lost().is_none())
-        };
-        if let Some(engine) = known.as_ref().filter(usable) {
-            return Ok((Arc::clone(engine), false));
+        match &*known {
+            Connection::Up(engine)
+                if engine.id == blocks.engine_id
+                    && engine.workers.iter().all(|one| one.lost().is_none()) =>
+            {
+                return Ok((Arc::clone(engine), false));
+            }
+            Connection::Refused { engine, error, at }
+                if *engine == blocks.engine_id && at.elapsed() < PAUSE =>
+            {
+                return Err(error.clone());
+            }
+            Connection::None | Connection::Up(_) | Connection::Refused { .. } => {}
         }
-        *known = None;
-        let engine = Arc::new(self.connect(blocks, version).await?);
-        *known = Some(Arc::clone(&engine));
-        Ok((engine, true))
+        *known = Connection::None;
+        let agent = self.agent().await?;
+        match self.connect(&agent, blocks, version).await {
+            Ok(engine) => {
+                let engine = Arc::new(engine);
+                *known = Connection::Up(Arc::clone(&engine));
+                Ok((engine, true))
+            }
+            Err(error) => {
+                if matches!(error.kind(), ErrorKind::NoRoute | ErrorKind::Authentication) {
+                    let (engine, error) = (blocks.engine_id.clone(), error.clone());
+                    *known = Connection::Refused { engine, error, at: Instant::now() };
+                }
+                Err(error)
+            }
+        }
     }
 
     /// Connects to all workers of an engine: each has to release its part of the blocks.
-    async fn connect(&self, blocks: &RemoteBlocks, version: Version) -> Result<ConnectedEngine> {
+    async fn connect(
+        &self,
+        agent: &Agent,
+        blocks: &RemoteBlocks,
+        version: Version,
+    ) -> Result<ConnectedEngine> {
         let workers = u64::from(blocks.pp_size) * u64::from(blocks.tp_size);
         if workers == 0 || workers > u64::from(MAX_RANKS) {
             return Err(ErrorKind::Invalid.because(format!(
@@ -214,15 +267,14 @@ impl Releaser {
                 blocks.pp_size, blocks.tp_size
             )));
         }
-        let agent = self.agent.get_or_try_init(|| self.open()).await?;
         let mut engine =
-            ConnectedEngine { id: blocks.engine_id.clone(), workers: Vec::new(), is_proven: true };
+            ConnectedEngine { id: blocks.engine_id.clone(), workers: Vec::new(), is_kvx: true };
         for pp in 0..blocks.pp_size {
             for tp in 0..blocks.tp_size {
                 let rank = WorkerRank { pp, tp };
                 let (peer, kind) = self.worker(agent, blocks, rank, version).await?;
                 engine.workers.push(peer);
-                engine.is_proven &= kind == PeerKind::Proven;
+                engine.is_kvx &= kind != PeerKind::Foreign;
             }
         }
         Ok(engine)
@@ -263,10 +315,11 @@ impl Releaser {
     }
 
     async fn notify(&self, engine: &ConnectedEngine, request: &str) -> Result<()> {
-        let proof = self.trust.sign_release(&engine.id, request, PROOF);
-        let notification = match proof.filter(|_| engine.is_proven) {
-            Some(proof) => EngineNotification::release(request, proof)?,
-            None => EngineNotification::done(request, 1)?,
+        let notification = if engine.is_kvx {
+            let proof = self.trust.sign_release(&engine.id, request, PROOF);
+            EngineNotification::release(request, proof.unwrap_or_default())?
+        } else {
+            EngineNotification::done(request, 1)?
         };
         let bytes = notification.encode();
         let sent: Vec<_> =
@@ -277,8 +330,23 @@ impl Releaser {
         Ok(())
     }
 
-    /// Opens the agent, which may load libraries, on a thread that may block.
-    async fn open(&self) -> Result<Agent> {
+    /// Waits for the agent, which is opened once.
+    async fn agent(&self) -> Result<Agent> {
+        let mut opening = {
+            let last = &mut *self.opening.lock();
+            match last.as_ref().filter(|last| !may_open_again(last)) {
+                Some(last) => last.clone(),
+                None => last.insert(self.open()?).clone(),
+            }
+        };
+        let lost = || ErrorKind::Closed.because("the backends were not opened: the thread ended");
+        let opened = opening.wait_for(Option::is_some).await.map_err(|_| lost())?;
+        opened.as_ref().map_or_else(|| Err(lost()), |(result, _)| result.clone())
+    }
+
+    /// Opens the agent, which may load libraries, on a thread that may block. Nobody has to wait for
+    /// it.
+    fn open(&self) -> Result<watch::Receiver<Opening>> {
         // Two routers of a fleet have different names: an engine would take the second for the
         // first, restarted.
         let name = format!("router-{:016x}", random_number()?);
@@ -295,7 +363,72 @@ impl Releaser {
         if let Some(secret) = &self.secret {
             builder = builder.secret(secret.clone());
         }
-        let opened = tokio::task::spawn_blocking(|| builder.build()).await;
-        opened.map_err(|error| ErrorKind::Closed.because(format!("the backends: {error}")))?
+        let (ended, opening) = watch::channel(None);
+        tokio::task::spawn_blocking(move || {
+            // An error: the releaser was dropped.
+            let _ = ended.send(Some((builder.build(), Instant::now())));
+        });
+        Ok(opening)
+    }
+}
+
+/// Returns true if the opening has failed long enough ago, or its thread has ended without a result.
+fn may_open_again(opening: &watch::Receiver<Opening>) -> bool {
+    let has_ended = opening.has_changed().is_err();
+    match &*opening.borrow() {
+        Some((Ok(_), _)) => false,
+        Some((Err(_), at)) => at.elapsed() >= PAUSE,
+        None => has_ended,
+    }
+}
+
+/// Returns true if an engine whose connection fails so may be reached again.
+fn may_have_restarted(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::PeerLost | ErrorKind::PeerRestarted | ErrorKind::Native)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn agent() -> Result<Agent> {
+        Err(ErrorKind::Unavailable.because("no such library"))
+    }
+
+    #[test]
+    fn a_failed_opening_is_repeated_after_a_pause() {
+        let (ended, opening) = watch::channel(None);
+        assert!(!may_open_again(&opening), "it continues");
+        ended.send(Some((agent(), Instant::now()))).unwrap();
+        assert!(!may_open_again(&opening), "it has just failed");
+        let before = Instant::now().checked_sub(PAUSE).expect("the machine runs for longer");
+        ended.send(Some((agent(), before))).unwrap();
+        assert!(may_open_again(&opening));
+        let (ended, opening) = watch::channel(None);
+        drop(ended);
+        assert!(may_open_again(&opening), "its thread has panicked");
+    }
+
+    #[test]
+    fn only_errors_of_a_lost_engine_reconnect() {
+        let kinds = ErrorKind::ALL.iter().filter(|kind| may_have_restarted(**kind));
+        let retried = [ErrorKind::PeerLost, ErrorKind::PeerRestarted, ErrorKind::Native];
+        assert_eq!(kinds.copied().collect::<Vec<_>>(), retried);
+    }
+
+    /// One release waits in vain for a slow opening, and the next ones use the same.
+    #[test]
+    fn an_opening_is_shared_and_outlives_the_release_that_began_it() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let releaser = Releaser::new(Registry::new(), ["TCP"], None);
+            let (ended, opening) = watch::channel(None);
+            *releaser.opening.lock() = Some(opening);
+            let short = Duration::from_millis(10);
+            assert!(timeout(short, releaser.agent()).await.is_err(), "it is slow");
+            ended.send(Some((agent(), Instant::now()))).unwrap();
+            let error = releaser.agent().await.err().expect("its result");
+            assert_eq!(error.kind(), ErrorKind::Unavailable, "the shared one, and no new one");
+        });
     }
 }

@@ -143,19 +143,22 @@ impl ParamsTrust {
         Some(written(expires, release(self.secret.as_ref()?, engine, request, expires)))
     }
 
-    /// Checks a proof that the blocks of a request of this engine may be released.
+    /// Checks a proof that the blocks of a request of this engine may be released. Without a secret,
+    /// an engine accepts releases that have no proof.
     ///
     /// # Errors
     ///
-    /// The reason why they may not: this engine has no secret, the proof was made with another one
-    /// or for another request, or it has expired.
+    /// The reason why they may not: there is a proof and this engine has no secret, the proof is
+    /// missing or was made with another secret or for another request, or it has expired.
     pub fn check_release(
         &self,
         engine: &str,
         request: &str,
         proof: &str,
     ) -> Result<(), UntrustedRelease> {
-        let secret = self.secret.as_ref().ok_or(UntrustedRelease::NoSecret)?;
+        let Some(secret) = &self.secret else {
+            return if proof.is_empty() { Ok(()) } else { Err(UntrustedRelease::NoSecret) };
+        };
         let (expires, proof) = parse(proof).ok_or(UntrustedRelease::Wrong)?;
         release(secret, engine, request, expires)
             .verify_slice(&proof)
@@ -173,7 +176,7 @@ impl ParamsTrust {
 pub enum UntrustedRelease {
     /// This engine has no secret.
     NoSecret,
-    /// The proof is wrong.
+    /// The proof is wrong or missing.
     Wrong,
     /// The proof expired this many seconds ago.
     Expired(u64),
@@ -187,8 +190,8 @@ impl fmt::Display for UntrustedRelease {
                  KVX_SECRET_FILE here to the router's",
             ),
             UntrustedRelease::Wrong => f.write_str(
-                "the proof of the release is invalid: give the router and this engine the same \
-                 KVX_SECRET_FILE",
+                "the proof of the release is invalid or missing: give the router and this engine \
+                 the same KVX_SECRET_FILE",
             ),
             UntrustedRelease::Expired(seconds) => write!(
                 f,
@@ -422,6 +425,7 @@ mod tests {
         assert_eq!(without.sign_release("engine", "request", minute), None);
         let none = without.check_release("engine", "request", &proof);
         assert_eq!(none, Err(UntrustedRelease::NoSecret));
+        assert_eq!(without.check_release("engine", "request", ""), Ok(()));
     }
 
     #[test]

@@ -7,6 +7,8 @@ use super::PushRegistration;
 const HEARTBEAT: &str = "HB:";
 const REGISTRATION: &[u8] = b"PUSH_REG:";
 const RELEASE: &str = "KVX_RELEASE:";
+/// Stands in a release for a proof, which has one colon.
+const NO_PROOF: &str = ":";
 
 /// A notification between two engines.
 ///
@@ -36,15 +38,15 @@ pub enum EngineNotification {
     },
     /// Blocks for the receiver to write into.
     Registration(Box<PushRegistration>),
-    /// No decode will fetch the blocks of a request. Only between kvx engines and routers that have
-    /// the fleet's secret: without one, routers send [`Done`](Self::Done). Created by
-    /// [`release`](Self::release).
+    /// No decode will fetch the blocks of a request. Only between routers and kvx engines: other
+    /// engines get [`Done`](Self::Done). Created by [`release`](Self::release).
     #[non_exhaustive]
     Release {
         /// The request, by its id in the notified engine.
         request_id: String,
         /// The proof that the sender has the fleet's secret
-        /// ([`ParamsTrust::sign_release`](crate::engine::ParamsTrust::sign_release)).
+        /// ([`ParamsTrust::sign_release`](crate::engine::ParamsTrust::sign_release)). Empty in a
+        /// fleet without a secret.
         proof: String,
     },
 }
@@ -71,7 +73,8 @@ impl EngineNotification {
         Ok(EngineNotification::Done { request_id, count })
     }
 
-    /// Creates the notification that no decode will fetch the blocks of a request.
+    /// Creates the notification that no decode will fetch the blocks of a request. The proof is
+    /// empty in a fleet without a secret.
     ///
     /// # Errors
     ///
@@ -146,6 +149,7 @@ impl EngineNotification {
                 [REGISTRATION, &registration.encode()].concat()
             }
             EngineNotification::Release { request_id, proof } => {
+                let proof = if proof.is_empty() { NO_PROOF } else { proof };
                 format!("{RELEASE}{proof}:{request_id}").into_bytes()
             }
         }
@@ -178,8 +182,9 @@ impl EngineNotification {
             let [expires, mac, request_id] = parts[..] else {
                 return Err(malformed("a release without a proof or a request"));
             };
-            return Self::release(request_id, format!("{expires}:{mac}"))
-                .map_err(|_| malformed("no request id"));
+            let proof = format!("{expires}:{mac}");
+            let proof = if proof == NO_PROOF { String::new() } else { proof };
+            return Self::release(request_id, proof).map_err(|_| malformed("no request id"));
         }
         let (request_id, count) =
             text.rsplit_once(':').ok_or_else(|| malformed("neither a request nor a heartbeat"))?;

@@ -206,6 +206,10 @@ fn no_block_is_freed_while_a_decode_reads_it() {
             ended.into_iter().for_each(|ended| ended.unwrap());
         });
         router.until("kvx_proxy_in_flight", LIMIT, |requests| requests == 0.0);
+        for name in ["vllm:nixl_num_failed_transfers", "vllm:nixl_num_kv_expired_reqs"] {
+            let failed = decode.metric(name) + prefill.metric(name);
+            assert_eq!(failed, 0.0, "{name}: a load was stale or failed");
+        }
         let late = prefill.metric("vllm:nixl_num_notifications_after_expiry");
         assert_eq!(late, 0.0, "a decode has read blocks that were free");
         let sent = released(&router, "sent");

@@ -15,7 +15,7 @@ use super::super::stats::Transferred;
 use super::super::step::Heartbeat;
 use super::super::step::Kept;
 use super::load::{MovePhase, MoveState, Receive, ReceiveStage};
-use super::send::Counted;
+use super::send::{Counted, ReleaseEffect};
 use super::{Waiting, Worker};
 use crate::ids::{RequestId, WorkerRank};
 use crate::params::TransferMode;
@@ -254,8 +254,9 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// Fails if a registration is invalid, or a release has no valid proof. The worker's state does
-    /// not change; the caller should log the error.
+    /// Fails if a registration is invalid, if a release has no valid proof, or if a decode may be
+    /// reading the blocks to release. The worker's state does not change; the caller should log the
+    /// error.
     pub fn notified(
         &mut self,
         now: Time,
@@ -281,7 +282,10 @@ impl Worker {
         Ok(())
     }
 
-    /// Handles a router's release. Blocks that a decode is reading stay until it has ended.
+    /// Handles a router's release. The blocks stay if a decode has sent a heartbeat for them, or one
+    /// of several ranks has read its part. Reads are one-sided, and heartbeats periodic, so this
+    /// engine does not see a read that begins and ends between two of its decode's heartbeats:
+    /// routers must release only blocks that no decode has accepted.
     fn released(
         &mut self,
         now: Time,
@@ -300,8 +304,15 @@ impl Worker {
                  or push_registration_timeout ends",
             ));
         }
-        if self.sends.released(now, request, from) == Counted::Last {
-            self.output.finished_sending.push(request.into());
+        match self.sends.released(now, request, from) {
+            ReleaseEffect::Freed => self.output.finished_sending.push(request.into()),
+            ReleaseEffect::Nothing => {}
+            ReleaseEffect::Wanted => {
+                return Err(ErrorKind::PermissionDenied.because(format!(
+                    "the blocks of request {request} are not released: a decode wants them; a \
+                     router may release only blocks that no decode has accepted"
+                )));
+            }
         }
         Ok(())
     }

@@ -11,6 +11,17 @@ use crate::engine::deadlines::Deadlines;
 use crate::ids::RequestId;
 use crate::time::Time;
 
+/// The effect of a router's release.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReleaseEffect {
+    /// The engine may free the blocks.
+    Freed,
+    /// Some decode wants the blocks: they stay until it has ended, or its lease has.
+    Wanted,
+    /// The request is not known, or its blocks are freed later.
+    Nothing,
+}
+
 /// The effect of a completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counted {
@@ -31,6 +42,8 @@ pub(super) struct Completions {
     from: BTreeSet<Box<str>>,
     /// The number of senders that complete the request; 0 before the first.
     expected: usize,
+    /// True if a decode has sent a heartbeat for the request, so that it may be reading.
+    is_wanted: bool,
 }
 
 impl Completions {
@@ -140,14 +153,18 @@ impl Sends {
         Counted::Last
     }
 
-    /// Records that no decode will fetch the blocks of a request. Changes nothing if one of several
-    /// decode ranks has already fetched its part: the others may still read.
-    pub(super) fn released(&mut self, now: Time, request: &str, from: &str) -> Counted {
+    /// Records that no decode will fetch the blocks of a request. Changes nothing if a decode has
+    /// sent a heartbeat for them, or if one of several decode ranks has already fetched its part:
+    /// the others may still read.
+    pub(super) fn released(&mut self, now: Time, request: &str, from: &str) -> ReleaseEffect {
         let known = self.prefilling.get(request);
         let known = known.or_else(|| self.kept.get(request).map(|kept| &kept.completions));
-        match known.is_some_and(|completions| completions.senders() > 0) {
-            true => Counted::OneOfSeveral,
-            false => self.completed_by(now, request, 1, from),
+        if known.is_some_and(|known| known.is_wanted || known.senders() > 0) {
+            return ReleaseEffect::Wanted;
+        }
+        match self.completed_by(now, request, 1, from) {
+            Counted::Last => ReleaseEffect::Freed,
+            Counted::OneOfSeveral | Counted::Early | Counted::Unknown => ReleaseEffect::Nothing,
         }
     }
 
@@ -183,13 +200,15 @@ impl Sends {
         self.kept.keys()
     }
 
-    /// Renews the lease of a request that a peer still wants. Returns false if no request is kept
-    /// under that name.
+    /// Renews the lease of a request that a peer still wants, and records that it does. Returns
+    /// false if no request is kept under that name.
     pub(super) fn renew(&mut self, now: Time, request: &str) -> bool {
+        let prefilling = self.prefilling.get_mut(request);
+        let is_prefilling = prefilling.is_some();
+        let kept = self.kept.get_mut(request).map(|kept| &mut kept.completions);
+        prefilling.into_iter().chain(kept).for_each(|one| one.is_wanted = true);
         let Some(lease) = self.lease else { return true };
-        let Some((request, _)) = self.kept.get_key_value(request) else {
-            return self.prefilling.contains_key(request);
-        };
+        let Some((request, _)) = self.kept.get_key_value(request) else { return is_prefilling };
         let request = request.clone();
         if let Some(kept) = self.kept.get_mut(&request) {
             kept.expires = kept.expires.max(now + lease.extension());

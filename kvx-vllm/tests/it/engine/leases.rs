@@ -504,11 +504,50 @@ fn releases_without_the_fleets_secret_are_refused() {
 }
 
 #[test]
+fn a_fleet_without_a_secret_releases_without_proof() {
+    let unproven = EngineNotification::release("p-r", "").unwrap().encode();
+    let mut prefill = Rig::new(settings("p"));
+    prefill.prefill(0.0, "p-r", 40);
+    prefill.notified(1.0, "router", &unproven);
+    assert_eq!(prefill.outcomes(1.0), [freed("p-r")]);
+    prefill.notified(2.0, "router", &unproven);
+    assert_eq!(prefill.metric("vllm:nixl_num_notifications_after_expiry"), 0.0);
+    let mut guarded = Rig::new(Settings { trust: trust(1), ..settings("p") });
+    guarded.prefill(0.0, "p-r", 40);
+    let refused = guarded.try_notified(1.0, "router", &unproven);
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::Authentication);
+    assert_eq!(guarded.outcomes(1.0), []);
+}
+
+#[test]
+fn a_release_does_not_free_blocks_that_a_decode_wants() {
+    for is_ready in [true, false] {
+        let mut prefill = Rig::new(settings("p"));
+        prefill.arrive(0.0, "p-r", 40, &TransferParams::ask_prefill());
+        prefill.allocate(0.0, "p-r", 100, 0);
+        prefill.step(0.0);
+        assert!(prefill.ends(1.0, "p-r", Status::LengthCapped, 40).delay_free);
+        if is_ready {
+            prefill.step(1.0);
+        }
+        prefill.notified(2.0, "d/0", b"HB:p-r");
+        let release = EngineNotification::release("p-r", "").unwrap().encode();
+        let refused = prefill.try_notified(3.0, "router", &release);
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::PermissionDenied, "{is_ready}");
+        prefill.step(3.0);
+        assert_eq!(prefill.outcomes(3.0), [], "the decode may read: {is_ready}");
+        prefill.notified(4.0, "d/0", b"p-r:1");
+        assert_eq!(prefill.outcomes(4.0), [freed("p-r")], "{is_ready}");
+    }
+}
+
+#[test]
 fn a_release_does_not_free_blocks_that_one_of_several_decode_ranks_has_read() {
     let mut prefill = Rig::new(Settings { trust: trust(1), ..settings("p") });
     prefill.prefill(0.0, "p-r", 40);
     prefill.notified(1.0, "d/0", b"p-r:2");
-    prefill.notified(2.0, "router", &release(1, "p", "p-r"));
+    let refused = prefill.try_notified(2.0, "router", &release(1, "p", "p-r"));
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::PermissionDenied);
     assert_eq!(prefill.outcomes(2.0), [], "the other rank may read");
     prefill.notified(3.0, "d/1", b"p-r:2");
     assert_eq!(prefill.outcomes(3.0), [freed("p-r")]);

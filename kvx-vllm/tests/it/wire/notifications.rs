@@ -33,13 +33,17 @@ fn malformed_notifications_are_errors() {
 }
 
 #[test]
-fn a_release_has_a_proof_and_any_request_id() {
+fn a_release_has_any_proof_and_any_request_id() {
     for id in ["cmpl-u-0-bbb18847", "with:colons:", ":"] {
-        let release = EngineNotification::release(id, "12:ab").unwrap();
-        assert_eq!(EngineNotification::decode(&release.encode()).unwrap(), release);
+        for proof in ["12:ab", ""] {
+            let release = EngineNotification::release(id, proof).unwrap();
+            assert_eq!(EngineNotification::decode(&release.encode()).unwrap(), release);
+        }
     }
     assert!(EngineNotification::release("", "12:ab").is_err());
-    for bytes in [&b"KVX_RELEASE:"[..], b"KVX_RELEASE:12:ab", b"KVX_RELEASE:12:ab:"] {
+    let bad: [&[u8]; 4] =
+        [b"KVX_RELEASE:", b"KVX_RELEASE:12:ab", b"KVX_RELEASE:12:ab:", b"KVX_RELEASE:::"];
+    for bytes in bad {
         let error = EngineNotification::decode(bytes).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Malformed, "{}", bytes.escape_ascii());
     }

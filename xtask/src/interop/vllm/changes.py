@@ -53,19 +53,29 @@ def definitions(path):
                 inner.body = body[1:] or [ast.Pass()]
         return ast.unparse(node)
 
+    def add(name, signature, meaning):
+        """Adds a definition. A name may have several, for example one in each branch of an `if`."""
+        before = found.get(name)
+        found[name] = (f"{before[0]} / {signature}", f"{before[1]}\n{meaning}") if before else (signature, meaning)
+
     def visit(nodes, prefix):
         for node in nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-                found[f"{prefix}{node.name}"] = (f"({ast.unparse(node.args)}){result}", plain(node))
+                add(f"{prefix}{node.name}", f"({ast.unparse(node.args)}){result}", plain(node))
             elif isinstance(node, ast.ClassDef):
-                found[f"{prefix}{node.name}"] = (", ".join(map(ast.unparse, node.bases)), "")
+                decorators = "\n".join(f"@{ast.unparse(each)}" for each in node.decorator_list)
+                add(f"{prefix}{node.name}", ", ".join(map(ast.unparse, node.bases + node.keywords)), decorators)
                 visit(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    found[prefix + ast.unparse(target)] = (ast.unparse(node), ast.unparse(node))
+                    add(prefix + ast.unparse(target), ast.unparse(node), ast.unparse(node))
             elif isinstance(node, (ast.If, ast.Try)):
                 visit(node.body, prefix)
+                for handler in getattr(node, "handlers", []):
+                    visit(handler.body, prefix)
+                visit(node.orelse, prefix)
+                visit(getattr(node, "finalbody", []), prefix)
 
     visit(tree.body, "")
     return found

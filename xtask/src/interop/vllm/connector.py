@@ -205,6 +205,8 @@ def through_router():
             result = equal(prefill, decode, prefill, 9, "after aborts")
             moved = decode.figure(["vllm:nixl_bytes_transferred_sum"])
             check(moved, f"router: {moved} bytes moved: the decode has computed the prompts itself")
+            refused = decode.figure(["vllm:kvx_num_refused_params_total"])
+            check(refused == 0, f"router: the decode has refused the parameters of {refused} requests")
             used = still_in_use((prefill, decode))
             check(used == 0, f"router: {used} of a KV cache is still held")
             row("kvx proxy: logprobs, stop, n, stream; 200 aborts", "tiny-float32", result, f"{texts + (text == alone)} of 5 texts equal")

@@ -427,7 +427,7 @@ mod tests {
             let short = Duration::from_millis(10);
             assert!(timeout(short, releaser.agent()).await.is_err(), "it is slow");
             ended.send(Some((agent(), Instant::now()))).unwrap();
-            let error = releaser.agent().await.err().expect("its result");
+            let error = releaser.agent().await.expect_err("its result");
             assert_eq!(error.kind(), ErrorKind::Unavailable, "the shared one, and no new one");
         });
     }

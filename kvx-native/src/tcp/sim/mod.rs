@@ -19,7 +19,7 @@ use world::World;
 
 /// The number of seeds in each run of the tests. More in one process take ever longer: the cause is
 /// not known yet.
-const SEEDS: u64 = 50;
+const SEEDS: u64 = 20;
 /// The number of seeds in the whole tier.
 const MANY_SEEDS: u64 = 10_000;
 /// The seeds that run again, from 1 (which 0 equals), and how often.
@@ -72,7 +72,7 @@ fn operations_end_in_time_under_any_fault_of_network_and_agents() {
             std::panic::catch_unwind(|| run(seed)).inspect_err(|_| eprintln!("KVX_SEED={seed}"));
         all.add(ran.expect("the seed is shown above").0);
     }
-    if seeds.end - seeds.start == count {
+    if many && seeds.end - seeds.start == count {
         let enough = all.arrived > 10 * count
             && all.acknowledged > 5 * count
             && [all.revoked, all.cancelled, all.lost_links, all.restarts]

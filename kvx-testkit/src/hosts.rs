@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::check::{CUT_OFF, Check, Failure};
 use crate::process::output_if_started;
 use crate::skip::{note_ignored, skip};
+use crate::tier::Tier;
 
 /// A program and its arguments that run another program in new namespaces.
 pub(crate) const UNSHARE: [&str; 3] = ["unshare", "--net", "--mount"];
@@ -128,6 +129,7 @@ pub const DIED_AFTER_PASSING: &str = "the test passed, then its process died";
 /// The output, if the test failed or nothing ran; it starts with [`DIED_AFTER_PASSING`] if the test
 /// itself passed.
 pub fn run_one_test(title: &str, test: &mut Command, limit: Duration) -> Result<String, Failure> {
+    Tier::pass_to(test);
     let done = output_if_started(test, limit)?;
     let printed = String::from_utf8_lossy(&done.stdout).into_owned();
     let ignored =

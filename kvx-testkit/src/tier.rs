@@ -1,5 +1,7 @@
 //! The tiers of `cargo xtask test`, which select the tests that run.
 
+use std::process::Command;
+
 use crate::skip::tell_runner;
 
 /// A tier of tests. Each tier includes those before it.
@@ -13,25 +15,38 @@ pub enum Tier {
     Whole,
 }
 
+/// The variable that passes the tier to test programs.
+const VARIABLE: &str = "KVX_TEST_TIER";
+
 /// Options of test programs whose value is a separate argument.
 const WITH_VALUE: [&str; 5] = ["--test-threads", "--skip", "--format", "--color", "--logfile"];
 
 impl Tier {
-    /// Returns the tier of this run: `KVX_TEST_TIER`, or the usual one. If the command line selects
-    /// tests by parts of their names, all tests are available.
+    /// Returns the tier of this run, which `KVX_TEST_TIER` names. Without it, all tests are available
+    /// if the command line selects tests by parts of their names, and otherwise those of the usual
+    /// tier.
     ///
     /// # Panics
     /// If the variable is not `fast`, `usual` or `whole`.
     pub fn of_this_run() -> Tier {
-        if names_tests(std::env::args().skip(1)) {
-            return Tier::Whole;
-        }
-        match std::env::var("KVX_TEST_TIER").as_deref() {
+        match std::env::var(VARIABLE).as_deref() {
             Ok("fast") => Tier::Fast,
-            Ok("usual") | Err(_) => Tier::Usual,
+            Ok("usual") => Tier::Usual,
             Ok("whole") => Tier::Whole,
-            Ok(other) => panic!("KVX_TEST_TIER is fast, usual or whole, not {other:?}"),
+            Ok(other) => panic!("{VARIABLE} is fast, usual or whole, not {other:?}"),
+            Err(_) if names_tests(std::env::args().skip(1)) => Tier::Whole,
+            Err(_) => Tier::Usual,
         }
+    }
+
+    /// Gives a test program the tier of this run, although its command line may name a test.
+    pub(crate) fn pass_to(program: &mut Command) {
+        let name = match Tier::of_this_run() {
+            Tier::Fast => "fast",
+            Tier::Usual => "usual",
+            Tier::Whole => "whole",
+        };
+        program.env(VARIABLE, name);
     }
 
     /// Returns whether tests of this tier run.
@@ -80,6 +95,16 @@ mod tests {
     fn each_tier_runs_what_those_before_it_run() {
         assert!(Tier::Fast < Tier::Usual && Tier::Usual < Tier::Whole);
         assert!(Tier::Fast.runs());
+    }
+
+    #[test]
+    fn a_program_that_a_test_starts_has_its_tier() {
+        let mut program = Command::new("env");
+        Tier::pass_to(&mut program);
+        let printed = String::from_utf8(program.output().unwrap().stdout).unwrap();
+        let tier = printed.lines().find_map(|line| line.strip_prefix("KVX_TEST_TIER="));
+        let this = format!("{:?}", Tier::of_this_run()).to_lowercase();
+        assert_eq!(tier, Some(&*this));
     }
 
     #[test]

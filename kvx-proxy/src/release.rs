@@ -120,7 +120,7 @@ pub(crate) struct Releases {
 }
 
 impl Releases {
-    /// Creates the queue. Without a releaser, nothing is released.
+    /// Creates the queue, which accepts no releases without a releaser.
     pub(crate) fn new(releaser: Option<BlockReleaser>, counts: Arc<ReleaseCounts>) -> Self {
         let (queue, waiting) = mpsc::channel(QUEUE);
         Releases {

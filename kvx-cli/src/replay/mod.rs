@@ -37,7 +37,7 @@ pub(crate) struct Arguments {
     /// one fleet.
     #[arg(long, value_name = "TIME", requires = "beside", value_parser = time)]
     in_turn: Option<Duration>,
-    /// How many times faster than recorded the requests arrive.
+    /// The speed of the arrivals, times the recorded one.
     #[arg(long, value_name = "TIMES", default_value_t = 1.0)]
     speed: f64,
     /// Determines the tokens of the prompts: the same seed makes the same requests.

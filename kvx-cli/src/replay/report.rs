@@ -20,7 +20,7 @@ polyline{fill:none;stroke-width:2}.s0{stroke:var(--s0)}.s1{stroke:var(--s1);stro
 .p0{fill:var(--s0);fill-opacity:.7}.p1{fill:var(--s1);fill-opacity:.7}\
 .k0{color:var(--s0)}.k1{color:var(--s1)}";
 
-/// Returns the page about what was played, with the same rows as the table.
+/// Returns the page about the replay, with the rows of the table.
 pub(super) fn page(what: &str, rows: &[Row], played: &[PlayedEndpoint]) -> String {
     let mut page = format!(
         "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\

@@ -1,4 +1,4 @@
-//! What the answers of an endpoint amount to.
+//! Statistics of the answers of an endpoint.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvx_proxy::replay::{CacheCounts, PlayedEndpoint, PlayedRequest};
 use serde::Serialize;
 
-/// What clients expect of an answer.
+/// The limits within which clients expect an answer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ServiceLevel {
     /// The longest time until the first token.
@@ -54,7 +54,7 @@ impl Percentiles {
     }
 }
 
-/// What the answers of an endpoint amount to.
+/// The statistics of the answers of an endpoint.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct Summary {
     pub(crate) url: String,
@@ -85,7 +85,7 @@ pub(crate) struct Summary {
     pub(crate) cached_reports: usize,
     /// The part of prompts that the observed caches had.
     pub(crate) cache_hit_part: Option<f64>,
-    /// How much later than planned requests were sent, and the most of it.
+    /// The delays of sending requests, and the greatest.
     pub(crate) late_ms: Option<Percentiles>,
     pub(crate) most_late_ms: f64,
 }

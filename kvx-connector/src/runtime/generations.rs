@@ -185,7 +185,7 @@ impl GenerationState {
         if full > 0 {
             tracing::warn!(
                 %request,
-                "there is no room for the lease: a decode that loads it through NIXL will fail"
+                "the table of leases is full: a decode that loads this request through NIXL will fail"
             );
         }
         self.requests.insert(request, blocks);

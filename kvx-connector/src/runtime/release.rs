@@ -344,8 +344,7 @@ impl Releaser {
         opened.as_ref().map_or_else(|| Err(lost()), |(result, _)| result.clone())
     }
 
-    /// Opens the agent, which may load libraries, on a thread that may block. Nobody has to wait for
-    /// it.
+    /// Opens the agent on its own thread, because that may load libraries and take long.
     fn open(&self) -> Result<watch::Receiver<Opening>> {
         // Two routers of a fleet have different names: an engine would take the second for the
         // first, restarted.

@@ -169,7 +169,7 @@ fn a_read_within_the_lease_succeeds_and_ends_it(setting: &Setting) -> Result<(),
         assert_eq!(pair.read(&format!("{request}:1"))?, "DONE");
         assert!(pair.holds(seed)?, "the blocks of {request}");
         assert_eq!(pair.order(json!(["await", request]))?, "Fetched");
-        // The same parameters again, although nothing has been overwritten yet.
+        // A second read with these parameters, although the blocks still have their content.
         assert_ne!(pair.read(&format!("{request}:1"))?, "DONE");
     }
     // Two readers of one request: the first does not end the lease.

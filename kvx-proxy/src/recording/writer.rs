@@ -24,7 +24,7 @@ const WAITING_BYTES: usize = 8 << 20;
 /// A header is shorter, in bytes.
 const LONGEST_HEADER: u64 = 512;
 
-/// What a recording keeps of a prompt.
+/// The part of a prompt that a recording keeps.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RecordedPrompt {
     pub(crate) tokens: u64,
@@ -126,7 +126,10 @@ impl Recorder {
             file.set_len(length).map_err(|error| unwritable(path, error))?;
         }
         if length + LONGEST_HEADER > most as u64 {
-            tracing::warn!(file = %path.display(), "the recording is full; nothing is recorded");
+            tracing::warn!(
+                file = %path.display(),
+                "the recording is full, and gets no more requests: move the file away, and restart"
+            );
             return Ok(Recorder::full());
         }
         let key = random_key()?;
@@ -150,7 +153,7 @@ impl Recorder {
         tracing::warn!(
             file = %path.display(),
             %error,
-            "there is no space for the recording; nothing is recorded until a restart"
+            "the disk has no space for the recording, which gets no requests until a restart"
         );
         Self::full()
     }

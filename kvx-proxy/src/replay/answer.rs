@@ -49,7 +49,7 @@ impl PlayError {
     }
 }
 
-/// What was measured of an answer, up to its end or its failure.
+/// The measurements of an answer, up to its end or its failure.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
     pub(super) first: Option<Duration>,

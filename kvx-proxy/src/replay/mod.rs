@@ -36,7 +36,7 @@ pub struct ReplayOptions {
     pub key: Option<ApiKey>,
     /// Determines the tokens of prompts.
     pub seed: u64,
-    /// How many times faster than recorded the requests arrive.
+    /// The speed of the arrivals, times the recorded one.
     pub speed: f64,
     /// The time after which no further request is sent.
     pub length: Option<Duration>,
@@ -66,7 +66,7 @@ impl Default for ReplayOptions {
     }
 }
 
-/// What an endpoint did with a trace.
+/// The answers of an endpoint to a trace.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct PlayedEndpoint {
@@ -107,7 +107,7 @@ pub struct PlayedRequest {
     pub number: usize,
     /// When it was to be sent, since the trace began, at the speed of the replay.
     pub due: Duration,
-    /// How much later it was sent, because too many others were in progress. It is a part of
+    /// The delay of sending it, because too many others were in progress. It is a part of
     /// `first_token` and `total`, as it would be for a user.
     pub late: Duration,
     /// The tokens of its prompt.
@@ -288,7 +288,7 @@ impl Player {
             if is_over(due) {
                 break;
             }
-            // It is made before its time, so that long prompts are not late.
+            // The body is ready before its time, so that long prompts are not late.
             let body = self.body(number);
             let planned = start + (due - begin);
             sleep_until(planned).await;

@@ -39,7 +39,7 @@ except ImportError as error:
         f"{error}; install a tested version"
     ) from error
 
-# What differs between these versions:
+# These versions differ:
 # - vLLM 0.30 has no `get_mem_pool_context`: its KV cache is adopted, not allocated in shared memory.
 # - vLLM 0.32 and newer count cached tokens by their source.
 try:

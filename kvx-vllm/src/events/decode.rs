@@ -9,7 +9,7 @@ const MAX_EVENTS: usize = 1 << 16;
 const MAX_FIELDS: usize = 64;
 /// The memory of a batch per byte, and in any case.
 const MEMORY: (usize, usize) = (24, 4 << 10);
-/// What errors call a batch.
+/// The name of a batch in errors.
 const WHAT: &str = "batch of KV events";
 
 /// The fields of arrays, by position. Later versions append fields.

@@ -5,8 +5,8 @@ use super::{CacheEvent, EventBatch, publication, replay_answer};
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("cache_events", events)];
 
-/// Reads the bytes as a batch, and the pieces between `0xfe` bytes as frames. What is read encodes
-/// to bytes with the same meaning.
+/// Reads the bytes as a batch, and the pieces between `0xfe` bytes as frames. A batch that was read
+/// encodes to bytes with the same meaning.
 pub fn events(bytes: &[u8]) {
     let frames: Vec<Vec<u8>> = bytes.split(|byte| *byte == 0xfe).map(<[u8]>::to_vec).collect();
     let _ = (publication(&frames), replay_answer(&frames));

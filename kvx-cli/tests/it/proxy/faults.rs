@@ -61,7 +61,7 @@ pub(crate) async fn requests_that_would_stop_a_decode_instance_never_reach_it() 
         WrongAnswer::OtherHost,
         WrongAnswer::Huge,
     ] {
-        // Nothing hangs here, and a busy machine may take its time with a huge answer.
+        // No instance hangs here, and a busy machine needs more time for a huge answer.
         let patient = PATIENT.replace("700ms", "5s");
         let mut fleet = Plan::of(1, 1, &Settings::default()).setup(&patient).start().await;
         fleet.prefill[0].script(once(Leg::Prefill, Fault::Wrong(wrong)));

@@ -289,7 +289,7 @@ pub(crate) async fn outcomes_of_failures_are_recorded() {
     assert_eq!((&refused["hash_ids"], &refused["outcome"]), (&json!([]), &json!("client_error")));
     let whole = lines.iter().filter(|line| line["input_length"] == 300);
     assert!(whole.clone().count() == 4 && whole.clone().all(|line| line["max_tokens"] == 9));
-    // A replay asks for the whole answers, and leaves out what has no prompt.
+    // A replay asks for whole answers, and leaves out requests without a prompt.
     let summary =
         replayed(file.path(), &Instance::start(Settings::default()).url(), &["--speed", "100"]);
     assert_eq!(summary["endpoints"][0]["answer_tokens"], 4 * 9 + 50, "{summary}");

@@ -13,7 +13,7 @@ use super::world::{Bound, World};
 use crate::clock;
 use crate::tcp::socket::network;
 
-/// The longest that operations take while nothing is faulty.
+/// The longest time that operations take without faults.
 const PROMPT: Duration = Duration::from_secs(3);
 
 impl World {
@@ -279,7 +279,7 @@ impl World {
 }
 
 impl Agent {
-    /// Checks that nothing is left of its links and connections.
+    /// Checks that its links and connections are gone.
     fn has_ended(&self) {
         let machine = &self.machine;
         let left = (machine.conns.iter().count(), machine.peers.len(), machine.lanes.len());

@@ -24,7 +24,7 @@ const MANY_SEEDS: u64 = 10_000;
 const REPEATED: u64 = 10;
 const REPETITIONS: u64 = 10;
 
-/// What happened in a run.
+/// The events of a run, counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Counts {
     arrived: u64,

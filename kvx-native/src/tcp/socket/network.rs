@@ -38,7 +38,7 @@ struct Network {
     wires: Vec<Wire>,
     /// The largest piece that is read at a time.
     piece: Box<[u8]>,
-    /// Nothing arrives until then.
+    /// The time until which no byte arrives.
     frozen_until: Option<Instant>,
 }
 

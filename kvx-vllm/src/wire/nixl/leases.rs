@@ -17,8 +17,8 @@ use sha2::{Digest as _, Sha256};
 
 /// The name of the region with an engine's generation counters and, behind them, its leases.
 pub const LEASED_WORDS: &str = "generations";
-/// The length of the table in 64-bit words: 256 KiB. It has room for 8,192 requests with a
-/// negligible chance that both buckets of one are full.
+/// The length of the table in 64-bit words: 256 KiB. With 8,192 requests, the chance that both
+/// buckets of one are full is negligible.
 pub const LEASE_WORDS: usize = BUCKETS * BUCKET_WORDS;
 /// The length of a bucket in bytes.
 pub const BUCKET_LEN: u64 = (BUCKET_WORDS * WORD) as u64;

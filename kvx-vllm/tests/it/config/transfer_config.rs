@@ -439,7 +439,7 @@ fn kvx_connector_is_read_as_vllm_is_given_it() {
         let error = refused(without);
         assert!(error.contains(r#"needs "kv_connector_module_path": "kvx.vllm""#), "{error}");
     }
-    // It is kvx's name with the module's only: others may be registered.
+    // The name means kvx's connector only with kvx's module: a program may register another.
     let program = Surroundings::default().connector("KvxConnector");
     let own = within(r#"{"kv_connector": "KvxConnector", "kv_role": "kv_both"}"#, &program);
     assert_eq!(own.connector(), Some(&ConnectorKind::Own("KvxConnector".into())));

@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 CONNECTOR = "vllm/distributed/kv_transfer/kv_connector"
-# What kvx follows: the files, a word that a definition must contain if not all are followed, and the
+# The files that kvx follows, a name that a definition must contain if not all are followed, and the
 # part of kvx that depends on them.
 PARTS = {
     "the connector's base class": (

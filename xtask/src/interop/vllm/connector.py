@@ -256,7 +256,7 @@ def through_decode(decode, prompt, params, plain):
     return status == 200 and answer["choices"][0]["token_ids"] == plain[:12]
 
 
-# Imports kvx.vllm in a vLLM of a version that nobody has tested, and in one without a module that it needs.
+# Imports kvx.vllm in a vLLM of an untested version, and in one without a module that it needs.
 UNTESTED = """
 import sys, types, vllm
 

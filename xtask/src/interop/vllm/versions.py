@@ -13,7 +13,7 @@ from set_up import PIP, VERSION as INSTALLED, download_sources
 # Where a version comes from: its wheel for CPUs, the installed one, or its sources, with the compiled
 # modules of the installed version, because the index has no wheel for CPUs of it.
 VERSIONS = {"0.30.0": "wheel", "0.31.0": "wheel", INSTALLED: "installed", "0.33.0": "sources"}
-# What a version needs and the installed one does not have.
+# Packages that a version needs beyond those of the installed one.
 FURTHER = {"0.33.0": ["orjson==3.13.0"]}
 
 

@@ -25,6 +25,7 @@ mod process;
 mod process_state;
 mod random;
 mod recorder;
+mod seeds;
 mod setup;
 mod skip;
 mod soak;
@@ -64,6 +65,7 @@ pub use process::{Child, Grandchild, answers_apart, kill_after, output, stop_pro
 pub use process_state::{ProcessState, ResourceUsage};
 pub use random::Random;
 pub use recorder::RecordedMetrics;
+pub use seeds::{assert_seeds_repeat, run_seeds};
 pub use setup::{AgentPair, Mode, Setup};
 pub use skip::{gap_held, skip};
 pub use soak::{Soak, SoakCounts, soak};

@@ -37,8 +37,8 @@ impl RecordedMetrics {
     }
 
     fn metric(&self, key: &Key) -> Arc<Metric> {
-        let labels = key.labels().map(|label| format!("{}={}", label.key(), label.value()));
-        let name = format!("{} {}", key.name(), labels.collect::<Vec<_>>().join(" "));
+        let labels = key.labels().map(|label| format!(" {}={}", label.key(), label.value()));
+        let name = format!("{}{}", key.name(), labels.collect::<String>());
         Arc::new(Metric { recorded: self.clone(), name })
     }
 }

@@ -23,7 +23,7 @@ fn a_recorder_receives_transfers_and_failures() {
     registry.add(Tcp).unwrap();
     let agent = |name| Agent::builder(name).registry(registry.clone()).build().unwrap();
     let (owner, reader) = (agent("owner"), agent("reader"));
-    for from_the_start in ["kvx_failures_total kind=revoked", "kvx_quarantined_bytes "] {
+    for from_the_start in ["kvx_failures_total kind=revoked", "kvx_quarantined_bytes"] {
         let values = recorded.values(from_the_start);
         assert!(values.is_some_and(|values| sum(&values) == 0.0), "{from_the_start}");
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_core::{ErrorKind, Op};
-use kvx_testkit::{Random, Tier};
+use kvx_testkit::{Random, Tier, assert_seeds_repeat, run_seeds};
 
 use super::end::{Resources, alone};
 use super::{LONG, MANY, Pair, RegionRole, Role, SMALL, Shape, cut};
@@ -14,8 +14,8 @@ use crate::shm::shared_link::SharedLink;
 
 const SEEDS: u64 = 200;
 /// The number of seeds in the whole tier.
-const MANY_SEEDS: u64 = 10_000;
-/// The seeds that run again, from 1 (which 0 equals), and how often.
+const MANY_SEEDS: u64 = 3_000;
+/// The number of seeds that run again, and how often.
 const REPEATED: u64 = 10;
 const REPETITIONS: u64 = 10;
 /// A shape whose reads are too large to be done where they are posted.
@@ -188,28 +188,21 @@ fn run(seed: u64) -> ([u64; 3], u64) {
     }
     drop(pair);
     cut::off();
-    assert_eq!(Resources::soon(before), before, "a run leaves resources behind");
+    assert_eq!(Resources::now(), before, "a run leaves resources behind");
     (came, hash.finish())
 }
 
 fn all_seeds() {
-    let many = Tier::Whole.runs_or_says("SHM: 10,000 random runs of a link");
+    let many = Tier::Whole.runs_or_says("SHM: 3,000 random runs of a link");
     let count = if many { MANY_SEEDS } else { SEEDS };
-    // `KVX_SEED=17` runs one seed.
-    let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
-        Ok(seed) => seed..seed + 1,
-        Err(_) => 0..count,
-    };
-    let mut all = [0; 3];
-    for seed in seeds.clone() {
-        let ran = std::panic::catch_unwind(|| run(seed));
-        let (came, _) = ran.unwrap_or_else(|_| {
-            let (loses_files, fates) = drawn(&mut Random::seeded(seed));
-            panic!("KVX_SEED={seed}: {fates:?}, loses files: {loses_files}")
-        });
-        all = std::array::from_fn(|at| all[at] + came[at]);
-    }
-    if seeds.end - seeds.start == count {
+    let came = run_seeds(count, |seed| {
+        let (loses_files, fates) = drawn(&mut Random::seeded(seed));
+        // Printed if the test fails.
+        println!("seed {seed}: {fates:?}, loses files: {loses_files}");
+        run(seed).0
+    });
+    if came.len() as u64 == count {
+        let all: [u64; 3] = std::array::from_fn(|at| came.iter().map(|run| run[at]).sum());
         let enough = [8, 3, 1].map(|each| each * count);
         assert!(
             (0..3).all(|at| all[at] > enough[at]),
@@ -227,22 +220,9 @@ fn transfers_arrive_or_end_under_any_kernel_result_and_any_kill() {
     );
 }
 
-fn repeated_seeds() {
-    // `KVX_SEED=17 KVX_REPEATS=1000` repeats one seed.
-    let number = |name| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
-    let seeds = number("KVX_SEED").map_or(1..REPEATED + 1, |seed: u64| seed..seed + 1);
-    let mut hashes = std::collections::BTreeSet::new();
-    for seed in seeds.clone() {
-        let first = run(seed);
-        for _ in 1..number("KVX_REPEATS").unwrap_or(REPETITIONS) {
-            assert_eq!(run(seed), first, "seed {seed} has two different runs");
-        }
-        hashes.insert(first.1);
-    }
-    assert_eq!(hashes.len() as u64, seeds.end - seeds.start, "the hash does not tell runs apart");
-}
-
 #[test]
 fn a_seed_repeats_its_run() {
-    alone(module_path!(), "a_seed_repeats_its_run", repeated_seeds);
+    alone(module_path!(), "a_seed_repeats_its_run", || {
+        assert_seeds_repeat(REPEATED, REPETITIONS, run);
+    });
 }

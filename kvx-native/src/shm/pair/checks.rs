@@ -234,7 +234,7 @@ impl Pair {
         let descriptors =
             self.others + self.initiator.descriptors() + self.owner.descriptors() + pools.count();
         let wanted = Resources { descriptors, mapped: 0 };
-        assert_eq!(Resources::soon(wanted), wanted, "a link leaves resources behind");
+        assert_eq!(Resources::now(), wanted, "a link leaves resources behind");
     }
 
     /// Checks that the next link supports every operation, and that every region can be revoked

@@ -12,7 +12,7 @@ use kvx_core::backend::{
     Context, Events, Invitation, LinkId, LinkState, LocalRegion, QueueFull, RegionSpec, Ticket,
 };
 use kvx_core::{Identity, Incarnation, Options, Result, Sender};
-use kvx_testkit::run_one_test;
+use kvx_testkit::{Tier, run_one_test};
 use rustix::event::{PollFd, PollFlags};
 
 use super::Place;
@@ -26,8 +26,8 @@ use crate::shm::shared_link::SharedLink;
 /// The time after which a silent peer counts as lost.
 pub(super) const PEER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The time limit for one test, of the whole tier and on a busy machine.
-const ALL: Duration = Duration::from_secs(15 * 60);
+/// The time limit for one test, and for one of the whole tier.
+const LIMITS: [Duration; 2] = [Duration::from_secs(120), Duration::from_secs(15 * 60)];
 
 /// The reports that both agents received.
 #[derive(Default)]
@@ -266,21 +266,6 @@ impl Resources {
     }
 }
 
-impl Resources {
-    /// Returns the resources, and waits a while for the wanted ones: a copying thread of a killed
-    /// end may still be in its batch.
-    pub(super) fn soon(wanted: Resources) -> Self {
-        let until = Instant::now() + Duration::from_secs(1);
-        loop {
-            let now = Resources::now();
-            if now == wanted || Instant::now() > until {
-                return now;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-}
-
 /// Runs a test in its own process, in which no other test opens or maps anything.
 pub(super) fn alone(module: &str, test: &str, run: impl FnOnce()) {
     const ALONE: &str = "KVX_TEST_ALONE";
@@ -293,8 +278,7 @@ pub(super) fn alone(module: &str, test: &str, run: impl FnOnce()) {
     }
     let mut again = std::process::Command::new(std::env::current_exe().expect("it runs"));
     again.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(ALONE, &name);
-    print!(
-        "{}",
-        run_one_test(&name, &mut again, ALL).unwrap_or_else(|why| panic!("{name}: {why}"))
-    );
+    let limit = LIMITS[usize::from(Tier::Whole.runs())];
+    let ran = run_one_test(&name, &mut again, limit);
+    print!("{}", ran.unwrap_or_else(|why| panic!("{name}: {why}")));
 }

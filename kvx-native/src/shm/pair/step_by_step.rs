@@ -75,7 +75,7 @@ fn run(fate: Fate, packets: u64) -> bool {
     pair.has_ended();
     pair.all_works();
     drop(pair);
-    assert_eq!(Resources::soon(before), before, "a run leaves resources behind");
+    assert_eq!(Resources::now(), before, "a run leaves resources behind");
     !whole
 }
 
@@ -123,7 +123,7 @@ fn take_back(op: Op, which: RegionRole, on_pools: bool, turns: u32) {
     pair.close();
     pair.has_ended();
     drop(pair);
-    assert_eq!(Resources::soon(before), before, "a run leaves resources behind");
+    assert_eq!(Resources::now(), before, "a run leaves resources behind");
 }
 
 fn at_every_turn() {

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use kvx_backend::reactor::Outbox;
 use kvx_core::backend::{RegionKey, RegionSpec, Ticket};
 use kvx_core::{ErrorKind, Memory, Op, RegionId, TransferId};
-use kvx_testkit::{Random, Tier};
+use kvx_testkit::{Random, Tier, assert_seeds_repeat, run_seeds};
 
 use super::initiator::{self, BLOCKS, DONE, OPEN, ORDERS, SLOTS, Slot};
 use super::{LANES, Lanes, WatchedMemory, owner, seals, who};
@@ -26,7 +26,7 @@ use crate::tcp::socket::cut;
 const SEEDS: u64 = 2000;
 /// The number of seeds in the whole tier.
 const MANY_SEEDS: u64 = 10_000;
-/// The seeds that run again, from 1 (which 0 equals), and how often.
+/// The number of seeds that run again, from 1 (seed 0 has the run of seed 1), and how often.
 const REPEATED: u64 = 20;
 const REPETITIONS: u64 = 50;
 /// The owner's region that reads read from. Writes of slot `n` go to region `SOURCE + 1 + n`.
@@ -349,19 +349,10 @@ fn run(seed: u64) -> (u64, Killed, u64) {
 fn transfers_arrive_completely_or_end_under_short_calls_and_kills() {
     let many = Tier::Whole.runs_or_says("TCP: 10,000 random runs of a link");
     let count = if many { MANY_SEEDS } else { SEEDS };
-    // `KVX_SEED=17` runs one seed.
-    let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
-        Ok(seed) => seed..seed + 1,
-        Err(_) => 0..count,
-    };
-    let (mut arrived, mut killed) = (0, 0);
-    for seed in seeds.clone() {
-        let ran =
-            std::panic::catch_unwind(|| run(seed)).inspect_err(|_| eprintln!("KVX_SEED={seed}"));
-        let (transfers, who, _) = ran.expect("the seed is shown above");
-        (arrived, killed) = (arrived + transfers, killed + u64::from(who != Killed::Nobody));
-    }
-    if seeds.end - seeds.start == count {
+    let runs = run_seeds(count, run);
+    if runs.len() as u64 == count {
+        let arrived: u64 = runs.iter().map(|(arrived, ..)| arrived).sum();
+        let killed = runs.iter().filter(|(_, who, _)| *who != Killed::Nobody).count() as u64;
         assert!(
             arrived > 4 * count && killed > count / 4,
             "{arrived} arrived, {killed} ends were killed"
@@ -371,13 +362,5 @@ fn transfers_arrive_completely_or_end_under_short_calls_and_kills() {
 
 #[test]
 fn a_seed_repeats_its_run() {
-    let mut hashes = std::collections::BTreeSet::new();
-    for seed in 1..=REPEATED {
-        let (.., first) = run(seed);
-        for _ in 1..REPETITIONS {
-            assert_eq!(run(seed).2, first, "seed {seed} has two different runs");
-        }
-        hashes.insert(first);
-    }
-    assert_eq!(hashes.len() as u64, REPEATED, "the hash does not tell runs apart");
+    assert_seeds_repeat(REPEATED, REPETITIONS, run);
 }

@@ -183,8 +183,8 @@ impl Agent {
         }
         let turn = kvx_backend::fuzz::turn(&mut self.machine, &mut out);
         kvx_backend::fuzz::deliver_to(&mut out, &*self.inbox);
-        self.is_awake =
-            has_commands || turn.done > 0 || !matches!(self.machine.arm(), Ok(Armed::Sleep(_)));
+        let armed = self.machine.arm().expect("it can sleep");
+        self.is_awake = has_commands || turn.done > 0 || !matches!(armed, Armed::Sleep(_));
     }
 }
 

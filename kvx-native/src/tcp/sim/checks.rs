@@ -18,7 +18,7 @@ const PROMPT: Duration = Duration::from_secs(3);
 
 impl World {
     /// Asserts that an operation or link ended for a reason that the run gave.
-    fn is_excused(&self, what: &str, of: usize, id: LinkId, by: &[ErrorKind], why: &Error) {
+    fn assert_excused(&self, what: &str, of: usize, id: LinkId, by: &[ErrorKind], why: &Error) {
         if by.contains(&why.kind()) {
             return;
         }
@@ -71,7 +71,7 @@ impl World {
                         link.is_gone = true;
                         self.counts.lost_links += 1;
                         let ends_by = link.ends_by.clone();
-                        self.is_excused("a link", of, id, &ends_by, &why);
+                        self.assert_excused("a link", of, id, &ends_by, &why);
                         let posted = self.slots.iter().filter_map(|slot| slot.posted.as_ref());
                         let left = posted.map(|posted| posted.link);
                         let mut left = left.chain(self.told.iter().map(|told| told.link));
@@ -114,7 +114,7 @@ impl World {
                         "a notification was acknowledged before it arrived"
                     );
                 }
-                Err(why) => self.is_excused("a notification", of, link, &ends_by, &why),
+                Err(why) => self.assert_excused("a notification", of, link, &ends_by, &why),
             }
         }
     }
@@ -124,7 +124,7 @@ impl World {
         let result = slot.posted.as_ref().and_then(|posted| posted.outcome.get("a transfer"));
         let Some(result) = result else { return };
         if let (Some(posted), Err(why)) = (&slot.posted, &result) {
-            self.is_excused("a transfer", slot.of, posted.link, &posted.ends_by, why);
+            self.assert_excused("a transfer", slot.of, posted.link, &posted.ends_by, why);
         }
         let slot = &mut self.slots[at];
         let Some(posted) = slot.posted.take() else { return };
@@ -231,7 +231,7 @@ impl World {
             agent.set_room(true);
         }
         self.pass(PROMPT);
-        self.is_idle("without faults");
+        self.assert_idle("without faults");
         for of in 0..2 {
             self.close(of);
             // The metadata may be stale a last time.
@@ -249,7 +249,7 @@ impl World {
             }
             (0..2).for_each(|of| self.notify(of));
             self.pass(PROMPT);
-            self.is_idle("over new links");
+            self.assert_idle("over new links");
             let arrived = before.0 + self.slots.len() as u64;
             assert_eq!((self.counts.arrived, self.counts.acknowledged), (arrived, before.1 + 2));
         }
@@ -258,7 +258,7 @@ impl World {
         self.check(usize::MAX);
         assert_eq!(network::connections(), 0, "connections are left: {}", self.standing());
         for agent in &self.agents {
-            agent.has_ended();
+            agent.assert_ended();
         }
         for slot in &self.slots {
             for place in [&slot.local, &slot.source, &slot.sink] {
@@ -268,7 +268,7 @@ impl World {
         (self.counts, self.trace.finish())
     }
 
-    fn is_idle(&self, when: &str) {
+    fn assert_idle(&self, when: &str) {
         let is_idle = self.told.is_empty()
             && self.slots.iter().all(|slot| {
                 let places = [&slot.local, &slot.source, &slot.sink];
@@ -280,7 +280,7 @@ impl World {
 
 impl Agent {
     /// Checks that its links and connections are gone.
-    fn has_ended(&self) {
+    fn assert_ended(&self) {
         let machine = &self.machine;
         let left = (machine.conns.iter().count(), machine.peers.len(), machine.lanes.len());
         assert_eq!((left, machine.handshakes), ((0, 0, 0), 0), "a connection is left");

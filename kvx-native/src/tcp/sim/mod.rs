@@ -13,14 +13,14 @@ mod checks;
 mod operations;
 mod world;
 
-use kvx_testkit::Tier;
+use kvx_testkit::{Tier, assert_seeds_repeat, run_seeds};
 
 use world::World;
 
 const SEEDS: u64 = 200;
 /// The number of seeds in the whole tier.
-const MANY_SEEDS: u64 = 10_000;
-/// The seeds that run again, from 1 (which 0 equals), and how often.
+const MANY_SEEDS: u64 = 3_000;
+/// The number of seeds that run again, and how often.
 const REPEATED: u64 = 10;
 const REPETITIONS: u64 = 10;
 
@@ -57,20 +57,12 @@ fn run(seed: u64) -> (Counts, u64) {
 
 #[test]
 fn operations_end_in_time_under_any_fault_of_network_and_agents() {
-    let many = Tier::Whole.runs_or_says("TCP: 10,000 simulations of two agents");
+    let many = Tier::Whole.runs_or_says("TCP: 3,000 simulations of two agents");
     let count = if many { MANY_SEEDS } else { SEEDS };
-    // `KVX_SEED=17` runs one seed.
-    let seeds = match std::env::var("KVX_SEED").map(|seed| seed.parse().expect("a number")) {
-        Ok(seed) => seed..seed + 1,
-        Err(_) => 0..count,
-    };
-    let mut all = Counts::default();
-    for seed in seeds.clone() {
-        let ran =
-            std::panic::catch_unwind(|| run(seed)).inspect_err(|_| eprintln!("KVX_SEED={seed}"));
-        all.add(ran.expect("the seed is shown above").0);
-    }
-    if seeds.end - seeds.start == count {
+    let runs = run_seeds(count, |seed| run(seed).0);
+    if runs.len() as u64 == count {
+        let mut all = Counts::default();
+        runs.into_iter().for_each(|run| all.add(run));
         let enough = all.arrived > 10 * count
             && all.acknowledged > 5 * count
             && [all.revoked, all.cancelled, all.lost_links, all.restarts]
@@ -82,16 +74,5 @@ fn operations_end_in_time_under_any_fault_of_network_and_agents() {
 
 #[test]
 fn a_seed_repeats_its_simulation() {
-    // `KVX_SEED=17 KVX_REPEATS=1000` repeats one seed.
-    let number = |name| std::env::var(name).ok().map(|text| text.parse().expect("a number"));
-    let seeds = number("KVX_SEED").map_or(1..REPEATED + 1, |seed: u64| seed..seed + 1);
-    let mut hashes = std::collections::BTreeSet::new();
-    for seed in seeds.clone() {
-        let first = run(seed);
-        for _ in 1..number("KVX_REPEATS").unwrap_or(REPETITIONS) {
-            assert_eq!(run(seed), first, "seed {seed} has two different runs");
-        }
-        hashes.insert(first.1);
-    }
-    assert_eq!(hashes.len() as u64, seeds.end - seeds.start, "the hash does not tell runs apart");
+    assert_seeds_repeat(REPEATED, REPETITIONS, run);
 }

@@ -95,12 +95,11 @@ pub(crate) fn reproduce(only: Option<&str>) -> Result<bool> {
     }
     let mut failures = Vec::new();
     for artefact in ARTEFACTS.iter().filter(|it| only.is_none_or(|only| only == it.file)) {
-        let mut built = Vec::new();
-        for from in &builds {
+        let build = |from: &Path| -> Result<(String, PathBuf)> {
             let file = artefact.build(from, &from.join("target"), deadline)?;
-            built.push((checksum(&file)?, file));
-        }
-        let [(one, first), (other, second)] = &built[..] else { continue };
+            Ok((checksum(&file)?, file))
+        };
+        let ((one, first), (other, second)) = (build(&builds[0])?, build(&builds[1])?);
         println!("{one}  {}\n{other}  {}", first.display(), second.display());
         if one != other {
             failures.push(format!(
@@ -164,6 +163,14 @@ mod tests {
         check().unwrap();
         std::fs::write(folder.join("b.txt"), "other").unwrap();
         check().unwrap_err();
+    }
+
+    #[test]
+    fn the_program_has_the_default_features_except_for_serve() {
+        let manifest = std::fs::read_to_string(root().join("kvx-cli/Cargo.toml")).unwrap();
+        let default = manifest.lines().find_map(|line| line.strip_prefix("default = ")).unwrap();
+        let default = default.split('"').skip(1).step_by(2).filter(|name| *name != "serve");
+        assert_eq!(PROGRAM.split(',').collect::<Vec<_>>(), default.collect::<Vec<_>>());
     }
 
     #[test]

@@ -4,7 +4,6 @@ python3 wheel.py REPOSITORY TARGET [--check]
 --check installs and uses the wheel in a new environment together with NIXL.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -135,8 +134,6 @@ def make(folder):
     times = {**os.environ, "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or committed()}
     run(sys.executable, "-m", "wheel", "pack", str(tree), "--dest-dir", str(folder), env=times)
     wheel = folder / f"{NAME}-{version}-{TAG}.whl"
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    (folder / "SHA256SUMS").write_text(f"{digest}  {wheel.name}\n")
     if wheel.stat().st_size > MOST_BYTES_OF_WHEEL:
         sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes, and may have {MOST_BYTES_OF_WHEEL}")
     audit = run(sys.executable, "-m", "auditwheel", "show", str(wheel), stderr=subprocess.STDOUT)

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::install::{self, Environment};
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
-use crate::release::ARTEFACTS;
+use crate::release::{self, ARTEFACTS};
 use crate::{Result, peers, root};
 
 /// The limit of the whole command.
@@ -21,8 +21,12 @@ pub(crate) fn command(check: bool) -> Result<bool> {
     for artefact in &ARTEFACTS {
         artefact.build(root(), &target, deadline)?;
     }
-    let adapter = target.join("xtask/wheel/adapter");
+    let folder = target.join("xtask/wheel");
+    let adapter = folder.join("adapter");
     std::fs::create_dir_all(&adapter)?;
+    for old in release::files(&folder, "whl")? {
+        std::fs::remove_file(old)?;
+    }
     peers::portable_adapter(&adapter, deadline)?;
     let mut python = Command::new(Environment::of(&target, "wheel").python());
     python
@@ -30,5 +34,7 @@ pub(crate) fn command(check: bool) -> Result<bool> {
         .arg(root())
         .arg(&target)
         .args(check.then_some("--check"));
-    process::shown_to_succeed(python, deadline.left())
+    let packed = process::shown_to_succeed(python, deadline.left())?;
+    release::write_checksums(&folder, release::files(&folder, "whl")?)?;
+    Ok(packed)
 }

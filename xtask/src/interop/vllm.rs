@@ -163,7 +163,10 @@ mod tests {
         };
         let class = text(&root().join("kvx-python/python/kvx/vllm.py"));
         let tested = quoted(&class, "\nTESTED = (", ")");
-        let scripts = text(&script("versions.py")).replace("INSTALLED:", "\"0.32.0\":");
+        let set_up = text(&script("set_up.py"));
+        let installed = &quoted(&set_up, "\nVERSION = ", "\n")[0];
+        let scripts =
+            text(&script("versions.py")).replace("INSTALLED:", &format!("\"{installed}\":"));
         let run = quoted(&scripts, "\nVERSIONS = {", "}");
         let run: Vec<_> = run.iter().step_by(2).filter_map(|full| full.rsplit_once('.')).collect();
         assert_eq!(run.iter().map(|(version, _)| *version).collect::<Vec<_>>(), tested);

@@ -8,30 +8,20 @@ use crate::kv::{Outcome, TransferParams};
 /// Wakes the engine, because there may be outcomes.
 pub type Wake = Arc<dyn Fn() + Send + Sync>;
 
-/// Moves blocks from and to peers. No method blocks. The default methods move nothing; there is none
-/// for [`on_finished`](Self::on_finished), because only the mover knows whether a peer still reads.
+/// Moves blocks from and to peers. No method blocks.
 pub trait Mover: Send {
     /// Records that a request has arrived.
-    fn on_request(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>) {
-        _ = (request, prompt_tokens, params);
-    }
+    fn on_request(&mut self, request: &str, prompt_tokens: usize, params: Option<&TransferParams>);
 
     /// Returns the number of tokens beyond the first `computed` ones that a peer has.
-    fn matched_tokens(&self, request: &str, computed: usize) -> usize {
-        _ = (request, computed);
-        0
-    }
+    fn matched_tokens(&self, request: &str, computed: usize) -> usize;
 
     /// Records that a request has its blocks: the first `computed` tokens are not loaded, the next
     /// `external` ones are, into `fill`. Called once more for a request that loads nothing.
-    fn on_allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize) {
-        _ = (request, fill, computed, external);
-    }
+    fn on_allocated(&mut self, request: &str, fill: &[u32], computed: usize, external: usize);
 
     /// Sends orders, and returns the outcomes of earlier ones.
-    fn step(&mut self) -> Vec<Outcome> {
-        Vec::new()
-    }
+    fn step(&mut self) -> Vec<Outcome>;
 
     /// Returns when the next [`step`](Self::step) is due if nothing wakes the engine before. `None`
     /// for a mover whose own thread keeps its deadlines.
@@ -64,7 +54,19 @@ pub struct FinishedRequest<'a> {
 pub struct NoMover;
 
 impl Mover for NoMover {
+    fn on_request(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
+
+    fn matched_tokens(&self, _: &str, _: usize) -> usize {
+        0
+    }
+
+    fn on_allocated(&mut self, _: &str, _: &[u32], _: usize, _: usize) {}
+
+    fn step(&mut self) -> Vec<Outcome> {
+        Vec::new()
+    }
+
     fn on_finished(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
-        (false, None) // no peer reads the blocks
+        (false, None)
     }
 }

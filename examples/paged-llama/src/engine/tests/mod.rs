@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use self::model::{Memory, expected, logits};
 use super::*;
+use crate::kv::Outcome;
 use crate::tokenizer::tests::bytes;
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -294,6 +295,18 @@ struct SlowMover {
 }
 
 impl Mover for SlowMover {
+    fn on_request(&mut self, _: &str, _: usize, _: Option<&TransferParams>) {}
+
+    fn matched_tokens(&self, _: &str, _: usize) -> usize {
+        0
+    }
+
+    fn on_allocated(&mut self, _: &str, _: &[u32], _: usize, _: usize) {}
+
+    fn step(&mut self) -> Vec<Outcome> {
+        Vec::new()
+    }
+
     fn on_finished(&mut self, _: FinishedRequest<'_>) -> (bool, Option<TransferParams>) {
         (false, None)
     }

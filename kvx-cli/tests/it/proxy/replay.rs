@@ -354,7 +354,11 @@ pub(crate) async fn a_full_disk_ends_the_recording_and_no_request() {
         ask(proxy.port, COMPLETIONS, &completion("not recorded", 2)).await;
     }
     lost(&proxy, 2).await;
-    assert!(proxy.errors().contains("there is no space for the recording"), "{}", proxy.errors());
+    assert!(
+        proxy.errors().contains("the disk has no space for the recording"),
+        "{}",
+        proxy.errors()
+    );
     assert_eq!(std::fs::metadata(empty.path()).unwrap().len(), 0);
 
     let urls = instances.each_ref().map(Instance::url);

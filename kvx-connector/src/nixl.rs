@@ -84,6 +84,9 @@ fn introduction_with(agent: &Agent, leases: Option<&Region>) -> Result<Vec<u8>> 
     let mut metadata = Metadata::decode(&agent.metadata()?)?;
     metadata.regions.retain(|region| leases.is_some_and(|leases| leases.id() == region.id));
     if leases.is_none() {
+        // A later region must not change these bytes. With a region in them, the generation stays:
+        // caches that are registered again have another region, and a peer that knows an earlier
+        // introduction takes a new one only if its generation is higher.
         metadata.generation = Generation(0);
     }
     metadata.encode()

@@ -20,28 +20,34 @@ const SLOTS: u32 = 256;
 /// The length of a slot: two buckets.
 const SLOT_LEN: u64 = 2 * BUCKET_LEN;
 
-/// Registered memory that receives the leases of peers.
-pub(crate) struct Scratch {
+/// Registered memory that receives the buckets of peers' leases.
+///
+/// kvx-connector's memory for generations is another one: tasks of its runtime wait there for a
+/// free slot of 32 KiB. NIXL's threads must not wait, so a confirmation without a slot looks again
+/// when NIXL polls the transfer, and two buckets need only 256 bytes.
+pub(crate) struct BucketSlots {
     region: Region,
     free: Mutex<Vec<u32>>,
 }
 
-impl Scratch {
-    pub(crate) fn new(agent: &Agent) -> Result<Self> {
+impl BucketSlots {
+    pub(crate) fn new(agent: &Agent, name: &str) -> Result<Self> {
         let memory = Memory::pool((u64::from(SLOTS) * SLOT_LEN) as usize).build()?;
-        let region = agent.register("confirmations", memory)?;
-        Ok(Scratch { region, free: Mutex::new((0..SLOTS).collect()) })
+        let region = agent.register(name, memory)?;
+        Ok(BucketSlots { region, free: Mutex::new((0..SLOTS).collect()) })
     }
 
     fn take(self: &Arc<Self>) -> Option<Slot> {
         let at = self.free.lock().pop()?;
-        Some(Slot { scratch: Arc::clone(self), at })
+        Some(Slot { slots: Arc::clone(self), at })
     }
 }
 
-/// A part of the scratch memory. Dropped only when no transfer writes to it any more.
+/// A place for two buckets. When it is dropped, another confirmation may use it, so no transfer may
+/// still write to it. `Request` guarantees this: it keeps its confirmation until the transfer that
+/// [`Confirmation::step`] returned has settled.
 struct Slot {
-    scratch: Arc<Scratch>,
+    slots: Arc<BucketSlots>,
     at: u32,
 }
 
@@ -52,14 +58,14 @@ impl Slot {
 
     fn bytes(&self) -> Result<[u8; SLOT_LEN as usize]> {
         let mut bytes = [0; SLOT_LEN as usize];
-        self.scratch.region.copy_out(self.base() as usize, &mut bytes)?;
+        self.slots.region.copy_out(self.base() as usize, &mut bytes)?;
         Ok(bytes)
     }
 }
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.scratch.free.lock().push(self.at);
+        self.slots.free.lock().push(self.at);
     }
 }
 
@@ -69,7 +75,7 @@ pub(crate) struct Confirmation {
     key: LeaseKey,
     peer: Peer,
     leases: PeerRegion,
-    scratch: Arc<Scratch>,
+    slots: Arc<BucketSlots>,
     slot: Option<Slot>,
     /// The notification of the read, which follows the confirmation.
     notes: Vec<Box<[u8]>>,
@@ -93,7 +99,7 @@ impl Confirmation {
     /// `Unsupported`: the notification names no request.
     pub(crate) fn new(
         (peer, leases): (Peer, PeerRegion),
-        scratch: Arc<Scratch>,
+        slots: Arc<BucketSlots>,
         note: Option<&[u8]>,
         notes: Vec<Box<[u8]>>,
         deadline: Deadline,
@@ -110,13 +116,16 @@ impl Confirmation {
         };
         let key = LeaseKey::of(&request);
         let request = request.into();
-        Ok(Confirmation { request, key, peer, leases, scratch, slot: None, notes, deadline })
+        Ok(Confirmation { request, key, peer, leases, slots, slot: None, notes, deadline })
     }
 
     /// Continues after the data, or the leases, have been read.
     ///
     /// # Errors
-    /// `Revoked`: the request's lease has ended.
+    /// - `Revoked`: the request's lease has ended.
+    /// - `TimedOut`: no slot was free by the deadline.
+    /// - `Malformed`: the region of the engine's leases is too short.
+    /// - Further errors as [`Region::copy_out`], [`Plan::of_spans`] and [`Peer::post`].
     pub(crate) fn step(&mut self) -> Result<Step> {
         if let Some(slot) = &self.slot {
             if !self.key.is_in(&slot.bytes()?) {
@@ -129,7 +138,7 @@ impl Confirmation {
             let notes = self.notes.iter().map(|note| self.peer.notify(note, self.deadline));
             return Ok(Step::Confirmed(notes.collect()));
         }
-        let Some(slot) = self.scratch.take() else {
+        let Some(slot) = self.slots.take() else {
             if self.deadline.passed() {
                 let why = format!("{SLOTS} confirmations of reads have not ended by the deadline");
                 return Err(ErrorKind::TimedOut.because(why));
@@ -144,7 +153,7 @@ impl Confirmation {
             Span { local, remote: first, len: BUCKET_LEN },
             Span { local: local + BUCKET_LEN, remote: second, len: BUCKET_LEN },
         ];
-        let list = (self.scratch.region.clone(), self.leases.clone(), &spans[..]);
+        let list = (self.slots.region.clone(), self.leases.clone(), &spans[..]);
         let plan = Plan::of_spans(Op::Read, [list])?;
         let reading = self.peer.transfer(&plan).deadline(self.deadline).post()?;
         self.slot = Some(slot);

@@ -11,9 +11,9 @@ use kvx::{
     Span,
 };
 use kvx_core::backend::sync::Mutex;
-use kvx_vllm::wire::nixl::{Assembly, Got, LEASED_WORDS, MAX_NOTE, notes};
+use kvx_vllm::wire::nixl::{Assembly, GENERATIONS_REGION, Got, MAX_NOTE, notes};
 
-use crate::confirmation::{Confirmation, Scratch};
+use crate::confirmation::{BucketSlots, Confirmation};
 use crate::devices::Devices;
 use crate::handles::{Handles, NixlHandle};
 use crate::log::{always, info, warn};
@@ -50,7 +50,7 @@ pub(crate) struct Engine {
     leftovers: AtomicBool,
     peers: Mutex<HashMap<String, IntroducedPeer>>,
     /// Memory for confirmations, from the first read of a kvx engine on.
-    scratch: Mutex<Option<Arc<Scratch>>>,
+    bucket_slots: OnceLock<Arc<BucketSlots>>,
     assembly: Mutex<Assembly>,
     /// Notifications in flight, so that failures can be reported.
     sent: Mutex<Vec<(String, Completion<()>)>>,
@@ -61,11 +61,17 @@ pub(crate) struct Engine {
 /// A peer, and its introduction.
 struct IntroducedPeer {
     introduction: Box<[u8]>,
-    peer: Peer,
-    /// The leases of the peer, if it is a kvx engine: reads are confirmed by them.
-    leases: Option<PeerRegion>,
+    connected: ConnectedPeer,
     /// True once the peer's route was logged.
     told: bool,
+}
+
+/// A connection to one incarnation of a peer.
+#[derive(Clone)]
+struct ConnectedPeer {
+    peer: Peer,
+    /// The leases of this incarnation, if it is a kvx engine: reads are confirmed by them.
+    leases: Option<PeerRegion>,
 }
 
 /// Logs an error in one line, and returns NIXL's status for it.
@@ -121,7 +127,7 @@ impl Engine {
             requests: Handles::default(),
             leftovers: AtomicBool::new(false),
             peers: Mutex::new(HashMap::new()),
-            scratch: Mutex::new(None),
+            bucket_slots: OnceLock::new(),
             assembly: Mutex::new(Assembly::default()),
             sent: Mutex::new(Vec::new()),
             numbers: AtomicU64::new(0),
@@ -182,7 +188,7 @@ impl Engine {
         data: &[u8],
         agent: &str,
     ) -> NixlResult<NixlHandle> {
-        let peer = self.peer(agent)?;
+        let peer = self.peer(agent)?.peer;
         let region = peer.import_region(data).map_err(|error| report(agent, &error))?;
         if kvx::Place::len(&region) != len {
             warn(format_args!(
@@ -205,11 +211,7 @@ impl Engine {
         match &range.owner {
             RangeOwner::Theirs(peer, region) => peer.forget(region),
             RangeOwner::Mirror(_, learnt) => {
-                let itself = self
-                    .peers
-                    .lock()
-                    .get(&*self.agent.identity().name)
-                    .map(|remote| remote.peer.clone());
+                let itself = self.connected(&self.agent.identity().name).map(|itself| itself.peer);
                 if let (Some(region), Some(peer)) = (learnt.get(), itself) {
                     peer.forget(region);
                 }
@@ -225,17 +227,26 @@ impl Engine {
     }
 
     pub(crate) fn load_peer(&self, agent: &str, introduction: &[u8]) -> NixlResult {
-        let peer = self.agent.connect(introduction).map_err(|error| report(agent, &error))?;
+        self.connect(agent, introduction.into()).map(drop)
+    }
+
+    fn connect(&self, agent: &str, introduction: Box<[u8]>) -> NixlResult<ConnectedPeer> {
+        let peer = self.agent.connect(&introduction).map_err(|error| report(agent, &error))?;
         if *peer.identity().name != *agent {
             warn(format_args!("agent {agent} introduces itself as {}", peer.identity().name));
             return Err(NixlStatus::Mismatch);
         }
-        let leases = peer.region(LEASED_WORDS).ok(); // other agents introduce no region
-        let remote =
-            IntroducedPeer { introduction: introduction.into(), peer, leases, told: false };
+        let leases = match peer.region(GENERATIONS_REGION) {
+            Ok(leases) => Some(leases),
+            // Agents that are no engines introduce no region.
+            Err(error) if error.kind() == ErrorKind::Unregistered => None,
+            Err(error) => return Err(report(agent, &error)),
+        };
+        let connected = ConnectedPeer { peer, leases };
+        let remote = IntroducedPeer { introduction, connected: connected.clone(), told: false };
         let before = self.peers.lock().insert(agent.to_owned(), remote);
         drop(before); // without the lock: this may close links
-        Ok(())
+        Ok(connected)
     }
 
     pub(crate) fn forget_peer(&self, agent: &str) {
@@ -245,36 +256,23 @@ impl Engine {
 
     /// Returns the peer of this name. Reconnects to one that was lost because it was silent. This
     /// agent itself needs no introduction.
-    fn peer(&self, agent: &str) -> NixlResult<Peer> {
-        let known = self
-            .peers
-            .lock()
-            .get(agent)
-            .map(|remote| (remote.peer.clone(), remote.introduction.clone()));
-        match known {
-            Some((peer, _))
-                if peer.lost().is_none_or(|error| error.kind() != ErrorKind::PeerLost) =>
-            {
-                Ok(peer)
-            }
-            Some((_, introduction)) => {
-                self.load_peer(agent, &introduction)?;
-                self.peers
-                    .lock()
-                    .get(agent)
-                    .map(|remote| remote.peer.clone())
-                    .ok_or(NixlStatus::NotFound)
+    fn peer(&self, agent: &str) -> NixlResult<ConnectedPeer> {
+        match self.connected(agent) {
+            Some(known) if !is_lost(&known.peer) => Ok(known),
+            Some(_) => {
+                let introduction =
+                    self.peers.lock().get(agent).map(|remote| remote.introduction.clone());
+                self.connect(agent, introduction.ok_or(NixlStatus::NotFound)?)
             }
             None if *self.agent.identity().name == *agent => {
-                self.load_peer(agent, &self.introduction)?;
-                self.peers
-                    .lock()
-                    .get(agent)
-                    .map(|remote| remote.peer.clone())
-                    .ok_or(NixlStatus::NotFound)
+                self.connect(agent, self.introduction.as_slice().into())
             }
             None => Err(NixlStatus::NotFound),
         }
+    }
+
+    fn connected(&self, agent: &str) -> Option<ConnectedPeer> {
+        self.peers.lock().get(agent).map(|remote| remote.connected.clone())
     }
 
     /// Logs how a peer is reached, once for each of its handles.
@@ -282,11 +280,12 @@ impl Engine {
         let (route, confirms) = match self.peers.lock().get_mut(agent) {
             Some(remote) if !remote.told => {
                 remote.told = true;
-                (remote.peer.route(), remote.leases.is_some())
+                (remote.connected.peer.route(), remote.connected.leases.is_some())
             }
             _ => return,
         };
-        let confirms = if confirms { "; a kvx engine, which confirms reads" } else { "" };
+        let confirms =
+            if confirms { "; this plug-in confirms reads by the engine's leases" } else { "" };
         info(format_args!(
             "agent {} reaches {agent} by {route}{confirms}",
             self.agent.identity().name
@@ -306,7 +305,7 @@ impl Engine {
             drop(self.requests.extract(Request::is_over));
             self.leftovers.fetch_or(self.requests.any(Request::is_released), Ordering::Relaxed);
         }
-        let peer = self.peer(agent)?;
+        let peer = self.peer(agent)?.peer;
         let lists = self.pair_up(local, remote, &peer)?;
         let plan = Plan::of_spans(op, lists).map_err(|error| report(agent, &error))?;
         Ok(self.requests.add(Request::new(agent.to_owned(), plan)))
@@ -384,18 +383,12 @@ impl Engine {
 
     pub(crate) fn post(&self, handle: NixlHandle, note: Option<&[u8]>) -> NixlResult<NixlStatus> {
         let request = self.requests.get(handle).ok_or(NixlStatus::NotFound)?;
-        let peer = self.peer(&request.peer)?;
+        let ConnectedPeer { peer, leases } = self.peer(&request.peer)?;
         let notes = self.notes(note)?;
         let deadline = Deadline::from(self.settings.deadline);
-        let leases = match request.plan.op() {
-            Op::Read => {
-                self.peers.lock().get(&request.peer).and_then(|remote| remote.leases.clone())
-            }
-            Op::Write => None,
-        };
-        let (notes, confirmation) = match leases {
-            None => (notes, None),
-            Some(leases) => {
+        let (notes, confirmation) = match (request.plan.op(), leases) {
+            (Op::Write, _) | (Op::Read, None) => (notes, None),
+            (Op::Read, Some(leases)) => {
                 let confirmation = self.confirmation(&peer, leases, note, notes, deadline);
                 let confirmation = confirmation.map_err(|error| report(&request.peer, &error))?;
                 (Vec::new(), Some(confirmation))
@@ -417,11 +410,18 @@ impl Engine {
         notes: Vec<Box<[u8]>>,
         deadline: Deadline,
     ) -> kvx::Result<Confirmation> {
-        let scratch = match &mut *self.scratch.lock() {
-            Some(scratch) => Arc::clone(scratch),
-            none => Arc::clone(none.insert(Arc::new(Scratch::new(&self.agent)?))),
-        };
-        Confirmation::new((peer.clone(), leases), scratch, note, notes, deadline)
+        let slots = Arc::clone(self.bucket_slots()?);
+        Confirmation::new((peer.clone(), leases), slots, note, notes, deadline)
+    }
+
+    /// Returns the memory for confirmations. Registers it at the first call, without a lock.
+    fn bucket_slots(&self) -> kvx::Result<&Arc<BucketSlots>> {
+        if let Some(slots) = self.bucket_slots.get() {
+            return Ok(slots);
+        }
+        // Two threads may both register memory, so the regions need different names.
+        let slots = BucketSlots::new(&self.agent, &format!("confirmations.{}", self.number()))?;
+        Ok(self.bucket_slots.get_or_init(|| Arc::new(slots)))
     }
 
     pub(crate) fn check(&self, handle: NixlHandle) -> NixlResult<NixlStatus> {
@@ -471,7 +471,7 @@ impl Engine {
 
     /// Sends a notification; sending needs no polling. A later call reports its failure.
     pub(crate) fn notify(&self, agent: &str, note: &[u8]) -> NixlResult {
-        let peer = self.peer(agent)?;
+        let peer = self.peer(agent)?.peer;
         for note in self.notes(Some(note))? {
             self.send(agent, &peer, &note);
         }
@@ -526,6 +526,11 @@ impl Engine {
             warn(format_args!("agent {} ends: {error}", self.agent.identity().name));
         }
     }
+}
+
+/// Returns whether a peer was lost because it was silent, so that it can be connected again.
+fn is_lost(peer: &Peer) -> bool {
+    peer.lost().is_some_and(|error| error.kind() == ErrorKind::PeerLost)
 }
 
 /// Removes the notifications that have arrived, and logs those that have failed.

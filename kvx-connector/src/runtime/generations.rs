@@ -10,23 +10,21 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvx_core::backend::random_number;
 use kvx_core::{Error, Memory, Result};
 
+use super::refusal_log::RefusalLog;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use kvx_vllm::engine::{BlockLists, BlockReference, Fresh, Generations, RequestId, WorkerRank};
 use kvx_vllm::group::OwnWords;
-use kvx_vllm::wire::nixl::{LEASE_WORDS, LEASED_WORDS, LeaseKey, LeaseTable};
+use kvx_vllm::wire::nixl::{LEASE_TABLE_WORDS, LeaseKey, LeaseTable};
 
-/// The name of the region that holds the generation counters: the pool's first, then one for each
-/// logical block. Behind them lie the leases, except on ranks on other hosts.
-pub(super) const WORDS: &str = LEASED_WORDS;
 /// The size of a counter in bytes.
 pub(super) const WORD: u64 = 8;
 
 /// Returns the length in bytes of the generation counters of `blocks` logical blocks. `leases`:
 /// with the leases behind them.
 pub(super) fn len_of_words(blocks: u32, leases: bool) -> usize {
-    (blocks as usize + 1 + if leases { LEASE_WORDS } else { 0 }) * WORD as usize
+    (blocks as usize + 1 + if leases { LEASE_TABLE_WORDS } else { 0 }) * WORD as usize
 }
 
 /// The memory of generation counters, for the agent of a rank.
@@ -115,6 +113,7 @@ pub(super) struct GenerationState {
     fresh: Vec<Fresh>,
     /// Copies of the counters, for ranks in other processes of this host.
     copies: BTreeMap<WorkerRank, CopiedWords>,
+    full_table_log: RefusalLog,
 }
 
 impl GenerationState {
@@ -130,6 +129,7 @@ impl GenerationState {
             digested: digests.then(HashMap::new),
             fresh: Vec::new(),
             copies: BTreeMap::new(),
+            full_table_log: RefusalLog::default(),
         })
     }
 
@@ -182,10 +182,14 @@ impl GenerationState {
         }
         let key = LeaseKey::of(request.as_str());
         let full = self.leases().filter(|table| !table.add(&key)).count();
-        if full > 0 {
+        if full > 0
+            && let Some(suppressed) = self.full_table_log.count()
+        {
             tracing::warn!(
                 %request,
-                "the table of leases is full: a decode that loads this request through NIXL will fail"
+                suppressed,
+                "the table of leases is full: a decode that loads this request through NIXL will \
+                 fail"
             );
         }
         self.requests.insert(request, blocks);
@@ -304,7 +308,7 @@ impl CopiedWords {
     }
 
     fn raise(&self, block: u32, stamp: u64) {
-        let counters = &self.words()[..self.count - LEASE_WORDS];
+        let counters = &self.words()[..self.count - LEASE_TABLE_WORDS];
         if let Some(word) = counters.get(block as usize + 1) {
             word.store(stamp, Ordering::Release);
         }

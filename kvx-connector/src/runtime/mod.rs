@@ -22,7 +22,8 @@
 //! 6. tasks: `copies`, `requests`, `handshake`, `notify`, `push`, `transfer`, `register`,
 //!    `shutdown`, `notifications`, and those of `group` and `mooncake`
 //! 7. the thread that starts them: `dispatch`, `thread`
-//! 8. the API of the engine: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`, `release`
+//! 8. the API of the engine: `connector`, `builder`, `rank`, `prefill`, `decode`, `dense`, `probe`,
+//!    `release`
 
 mod builder;
 mod caches;

@@ -5,10 +5,10 @@ use kvx_core::backend::Metadata;
 use kvx_core::{ErrorKind, GridSet, MemoryKind, Peer, PeerRegion, Place as _, Result};
 
 use super::digests::DIGESTS;
-use super::generations::WORDS;
 use crate::nixl::NixlPeer;
 use kvx_vllm::engine::{Move, Part};
 use kvx_vllm::mapping::{Geometry, MemorySpan, MemoryType, RegionGrid};
+use kvx_vllm::wire::nixl::GENERATIONS_REGION;
 
 /// The prefix of regions that hold blocks. The rest of the name is the region's first address at
 /// its owner, because a handshake names addresses.
@@ -35,8 +35,8 @@ impl PeerRegions {
                 info.name.strip_prefix(POOL).and_then(|hex| u64::from_str_radix(hex, 16).ok())
             {
                 regions.pools.push((address, peer.region(&info.name)?));
-            } else if *info.name == *WORDS {
-                regions.words = Some(peer.region(WORDS)?);
+            } else if *info.name == *GENERATIONS_REGION {
+                regions.words = Some(peer.region(GENERATIONS_REGION)?);
             } else if *info.name == *DIGESTS {
                 regions.digests = Some(peer.region(DIGESTS)?);
             }

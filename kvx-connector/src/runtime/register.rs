@@ -7,7 +7,7 @@ use kvx_core::{Agent, Completion, Deadline, DeviceAccess, ErrorKind, Memory, Res
 use kvx_vllm::config::BufferDevice;
 
 use super::caches::RegisteredCaches;
-use super::generations::{GenerationState, WORDS, WordsMemory};
+use super::generations::{GenerationState, WordsMemory};
 use super::group::{HeadHandle, ReleaseConfirmation};
 use super::host_copies::HostCopies;
 use super::listening::PeerSockets;
@@ -21,6 +21,7 @@ use kvx_vllm::engine::{PoolBlocks, WorkerRank};
 use kvx_vllm::group::ToHead;
 use kvx_vllm::mapping::Caches;
 use kvx_vllm::wire::mooncake::PullRequest;
+use kvx_vllm::wire::nixl::GENERATIONS_REGION;
 
 /// The recipient of the notification that caches are in use, and the content of the notification.
 pub(super) enum RegistrationNotice {
@@ -143,7 +144,7 @@ pub(super) fn open(
     };
     let words = |agent: &Agent| {
         let WordsMemory { memory, leases } = words()?;
-        Ok((agent.register(WORDS, memory)?, leases))
+        Ok((agent.register(GENERATIONS_REGION, memory)?, leases))
     };
     let mut registered =
         RegisteredCaches::new((agent, scratch), caches, memory, shared.digests(), words)?;

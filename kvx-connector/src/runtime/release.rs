@@ -25,20 +25,20 @@ use kvx_vllm::wire::{EngineNotification, NixlAgentMetadata};
 
 /// The most engines to stay connected with. The one that was used the longest ago is dropped for a
 /// new one.
-const ENGINES: usize = 256;
+const MAX_ENGINES: usize = 256;
 /// The longest request id, engine id or host, in bytes.
-const TEXT: usize = 1024;
+const MAX_TEXT_LEN: usize = 1024;
 /// The time for which a proof is valid.
-const PROOF: Duration = Duration::from_secs(60);
+const PROOF_VALID_FOR: Duration = Duration::from_secs(60);
 /// The time for which an error that a new attempt would only repeat is returned without one.
-const PAUSE: Duration = Duration::from_secs(30);
+const RETRY_PAUSE: Duration = Duration::from_secs(30);
 
 /// A client of prefill engines that releases blocks which no decode will fetch.
 ///
 /// It asks the side channel of an engine as a decode does, and sends each worker the notification
 /// that ends the lease. For vLLM, that is the one with which a decode reports a complete load.
-/// Engines of kvx get a release, which has a proof if the fleet has a secret. vLLM is reached over the backend `RIXL`, or over any other one if its NIXL has
-/// the backend KVX.
+/// Engines of kvx get a release, which has a proof if the fleet has a secret. vLLM is reached over
+/// the backend `RIXL`, or over any other one if its NIXL has the backend KVX.
 ///
 /// Release blocks only if no decode has accepted a request for them: the engine reuses them at
 /// once, and a decode that still reads would get another request's data.
@@ -89,7 +89,7 @@ enum Connection {
     None,
     Up(Arc<ConnectedEngine>),
     /// The engine of this id cannot be reached, or refuses this client. The next attempt is made
-    /// [`PAUSE`] later.
+    /// [`RETRY_PAUSE`] later.
     Refused {
         engine: String,
         error: Error,
@@ -168,9 +168,9 @@ impl Releaser {
             ));
         }
         let texts = [&blocks.engine_id, &blocks.request_id, &blocks.host];
-        if texts.iter().any(|text| text.len() > TEXT) {
+        if texts.iter().any(|text| text.len() > MAX_TEXT_LEN) {
             return Err(ErrorKind::Exhausted.because(format!(
-                "the parameters have an id or a host of more than {TEXT} bytes"
+                "the parameters have an id or a host of more than {MAX_TEXT_LEN} bytes"
             )));
         }
         let slot = self.slot(blocks);
@@ -198,7 +198,7 @@ impl Releaser {
         let engines = &mut *self.engines.lock();
         engines.uses += 1;
         let oldest = engines.slots.iter().min_by_key(|(_, slot)| slot.last_use);
-        if engines.slots.len() >= ENGINES
+        if engines.slots.len() >= MAX_ENGINES
             && !engines.slots.contains_key(&address)
             && let Some(oldest) = oldest.map(|(address, _)| address.clone())
         {
@@ -228,7 +228,7 @@ impl Releaser {
                 return Ok((Arc::clone(engine), false));
             }
             Connection::Refused { engine, error, at }
-                if *engine == blocks.engine_id && at.elapsed() < PAUSE =>
+                if *engine == blocks.engine_id && at.elapsed() < RETRY_PAUSE =>
             {
                 return Err(error.clone());
             }
@@ -316,7 +316,7 @@ impl Releaser {
 
     async fn notify(&self, engine: &ConnectedEngine, request: &str) -> Result<()> {
         let notification = if engine.is_kvx {
-            let proof = self.trust.sign_release(&engine.id, request, PROOF);
+            let proof = self.trust.sign_release(&engine.id, request, PROOF_VALID_FOR);
             EngineNotification::release(request, proof.unwrap_or_default())?
         } else {
             EngineNotification::done(request, 1)?
@@ -376,7 +376,7 @@ fn may_open_again(opening: &watch::Receiver<Opening>) -> bool {
     let has_ended = opening.has_changed().is_err();
     match &*opening.borrow() {
         Some((Ok(_), _)) => false,
-        Some((Err(_), at)) => at.elapsed() >= PAUSE,
+        Some((Err(_), at)) => at.elapsed() >= RETRY_PAUSE,
         None => has_ended,
     }
 }
@@ -400,7 +400,7 @@ mod tests {
         assert!(!may_open_again(&opening), "it continues");
         ended.send(Some((agent(), Instant::now()))).unwrap();
         assert!(!may_open_again(&opening), "it has just failed");
-        let before = Instant::now().checked_sub(PAUSE).expect("the machine runs for longer");
+        let before = Instant::now().checked_sub(RETRY_PAUSE).expect("the machine runs for longer");
         ended.send(Some((agent(), before))).unwrap();
         assert!(may_open_again(&opening));
         let (ended, opening) = watch::channel(None);

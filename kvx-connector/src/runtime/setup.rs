@@ -104,7 +104,11 @@ impl Setup {
                 "this engine and vLLM peers can load from each other through RIXL"
             );
         } else if self.in_nixl {
-            tracing::info!(%worker, ?backends, "vLLM peers with the backend KVX can load from this engine");
+            tracing::info!(
+                %worker,
+                ?backends,
+                "vLLM peers with the backend KVX can load from this engine"
+            );
         } else {
             tracing::info!(
                 %worker,

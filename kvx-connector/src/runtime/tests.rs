@@ -13,7 +13,7 @@ use kvx_vllm::engine::{
     Action, Allocation, Arrival, BlockLists, Ending, Kept, LoadFailure, Outcome, RequestId,
     WorkerRank,
 };
-use kvx_vllm::mapping::{Caches, Heads, KvLayout, KvTensors, LayerCache, MemoryType};
+use kvx_vllm::mapping::{Caches, Heads, KvLayout, LayerCache};
 use kvx_vllm::params::{RemoteBlocks, TransferParams};
 use kvx_vllm::wire::{CompatibilityFactors, EngineNotification};
 
@@ -72,16 +72,8 @@ fn register_pool(
     tp: u32,
     pool: &Arc<Memory>,
 ) -> kvx_core::Result<super::Rank> {
-    let layer = LayerCache {
-        name: "layers.0.attn".into(),
-        tensors: KvTensors::Together(pool.address()),
-        blocks: BLOCKS,
-        block_len: BLOCK_LEN,
-        block_stride: BLOCK_LEN,
-        group: 0,
-        heads: Heads::Sharded(4),
-        memory: MemoryType::Dram,
-    };
+    let heads = Heads::Sharded(4);
+    let layer = LayerCache::packed("layers.0.attn", pool.address(), BLOCKS, BLOCK_LEN, heads);
     let caches = Caches::of_layers(vec![layer], KvLayout::Lbhnc, 16, 1, 0).unwrap();
     connector.rank(WorkerRank { pp: 0, tp }).unwrap().register(caches, [Arc::clone(pool)])
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use kvx::Memory;
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::{
-    BlockLists, Caches, CompatibilityFactors, Connector, Heads, KvLayout, KvTensors, LayerCache,
-    MemoryType, Prefill, Version, WorkerRank, probe,
+    BlockLists, Caches, CompatibilityFactors, Connector, Heads, KvLayout, LayerCache, Prefill,
+    Version, WorkerRank, probe,
 };
 use kvx_testkit::{Child, trial};
 use libtest_mimic::{Failed, Trial};
@@ -56,16 +56,8 @@ pub(crate) fn served_as_engine() -> bool {
     let builder = Connector::builder(&config, kvx::registry(), factors);
     let connector = builder.block_size(TOKENS).any_port().build_blocking().unwrap();
     let pool = Arc::new(Memory::pool(ALL as usize).build().unwrap());
-    let layer = LayerCache {
-        name: "layers.0.attn".into(),
-        tensors: KvTensors::Together(pool.address()),
-        blocks: BLOCKS,
-        block_len: BLOCK_LEN,
-        block_stride: BLOCK_LEN,
-        group: 0,
-        heads: Heads::Sharded(4),
-        memory: MemoryType::Dram,
-    };
+    let heads = Heads::Sharded(4);
+    let layer = LayerCache::packed("layers.0.attn", pool.address(), BLOCKS, BLOCK_LEN, heads);
     let caches = Caches::of_layers(vec![layer], KvLayout::Lbhnc, TOKENS, 1, 0).unwrap();
     let rank = WorkerRank { pp: 0, tp: 0 };
     let _rank = connector.rank(rank).unwrap().register(caches, [Arc::clone(&pool)]).unwrap();

@@ -118,7 +118,7 @@ impl Drop for Nixl {
 }
 
 pub(crate) fn hex(bytes: &[u8]) -> Value {
-    json!({"hex": bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>()})
+    json!({"hex": kvx_testkit::hex(bytes)})
 }
 
 fn unhex(value: &Value) -> Result<Vec<u8>, Failed> {

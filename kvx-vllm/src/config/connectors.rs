@@ -65,7 +65,8 @@ pub(super) fn find(
         return match module_path {
             Some(path) if path == KVX.1 => Ok(ConnectorKind::NixlPull),
             _ => Err(invalid(format!(
-                "KvxConnector needs \"kv_connector_module_path\": {:?}; add it, since vLLM finds the connector by it",
+                "KvxConnector needs \"kv_connector_module_path\": {:?}; add it, since vLLM finds the \
+                 connector by it",
                 KVX.1
             ))),
         };

@@ -6,7 +6,7 @@ use kvx_connector::nixl::NixlPeer;
 use kvx_connector::{Connector, ConnectorBuilder, Decode, Released, Version, probe};
 use kvx_core::{Agent, Memory, Op, Place as _, Plan, Region, Span};
 use kvx_vllm::engine::{Allocation, Arrival, LoadFailure, Outcome, RequestId, WorkerRank};
-use kvx_vllm::wire::nixl::{BUCKET_LEN, LEASED_WORDS, LeaseKey};
+use kvx_vllm::wire::nixl::{BUCKET_LEN, GENERATIONS_REGION, LeaseKey};
 
 use super::fleet::{Fleet, extra, group, heard, path, rank};
 use crate::runtime::rig::{self, BLOCK, BLOCKS, LIMIT, Part, block_on, lists};
@@ -146,7 +146,7 @@ pub(crate) fn taken_back_blocks_are_noticed(backend: &str, wait: fn(&Connector))
 
 /// Returns whether an agent finds the lease of a request at a NIXL peer.
 fn finds(request: &str, peer: &NixlPeer, buckets: &Region) -> bool {
-    let leases = peer.peer().region(LEASED_WORDS).unwrap();
+    let leases = peer.peer().region(GENERATIONS_REGION).unwrap();
     let key = LeaseKey::of(request);
     let places = key.offsets(leases.len()).unwrap();
     let span = |(at, remote): (u64, u64)| Span { local: at * BUCKET_LEN, remote, len: BUCKET_LEN };

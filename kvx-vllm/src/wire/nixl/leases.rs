@@ -7,7 +7,7 @@
 //! its blocks. So a reader that finds the request after its data has arrived has read the blocks of
 //! that request.
 //!
-//! The table follows the generation counters in the region [`LEASED_WORDS`], at its end. It has
+//! The table follows the generation counters in the region [`GENERATIONS_REGION`], at its end. It has
 //! buckets of eight entries of 16 bytes. A request is in one of two buckets; its SHA-256 determines
 //! them and its entry.
 
@@ -15,11 +15,12 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use sha2::{Digest as _, Sha256};
 
-/// The name of the region with an engine's generation counters and, behind them, its leases.
-pub const LEASED_WORDS: &str = "generations";
+/// The name of the region with an engine's generation counters: the pool's first, then one for each
+/// logical block. Behind them lie the engine's leases, except on ranks on other hosts.
+pub const GENERATIONS_REGION: &str = "generations";
 /// The length of the table in 64-bit words: 256 KiB. With 8,192 requests, the chance that both
 /// buckets of one are full is negligible.
-pub const LEASE_WORDS: usize = BUCKETS * BUCKET_WORDS;
+pub const LEASE_TABLE_WORDS: usize = BUCKETS * BUCKET_WORDS;
 /// The length of a bucket in bytes.
 pub const BUCKET_LEN: u64 = (BUCKET_WORDS * WORD) as u64;
 
@@ -52,7 +53,7 @@ impl LeaseKey {
     /// Returns the offsets of the request's two buckets in a region of `len` bytes, which ends with
     /// the table. `None`: the region is too short for one.
     pub fn offsets(&self, len: u64) -> Option<[u64; 2]> {
-        let table = len.checked_sub((LEASE_WORDS * WORD) as u64)?;
+        let table = len.checked_sub((LEASE_TABLE_WORDS * WORD) as u64)?;
         Some(self.buckets.map(|bucket| table + bucket as u64 * BUCKET_LEN))
     }
 
@@ -68,9 +69,9 @@ impl LeaseKey {
 pub struct LeaseTable<'a>(&'a [AtomicU64]);
 
 impl<'a> LeaseTable<'a> {
-    /// Wraps the last [`LEASE_WORDS`] of `words`, which are 0 at first. `None` if there are fewer.
+    /// Wraps the last [`LEASE_TABLE_WORDS`] of `words`, which are 0 at first. `None` if there are fewer.
     pub fn at_end_of(words: &'a [AtomicU64]) -> Option<Self> {
-        Some(LeaseTable(words.get(words.len().checked_sub(LEASE_WORDS)?..)?))
+        Some(LeaseTable(words.get(words.len().checked_sub(LEASE_TABLE_WORDS)?..)?))
     }
 
     /// Adds a request. Call it before a peer can know the request's blocks. Returns false if there
@@ -125,7 +126,7 @@ mod tests {
 
     /// Counters of three blocks, then the table.
     fn words() -> Vec<AtomicU64> {
-        (0..4 + LEASE_WORDS).map(|_| AtomicU64::new(0)).collect()
+        (0..4 + LEASE_TABLE_WORDS).map(|_| AtomicU64::new(0)).collect()
     }
 
     /// Reads the buckets of a request as a peer does.
@@ -170,8 +171,8 @@ mod tests {
 
     #[test]
     fn a_region_without_room_for_a_table_has_none() {
-        assert_eq!(LeaseKey::of("r").offsets((LEASE_WORDS * WORD) as u64 - 1), None);
-        assert!(LeaseTable::at_end_of(&words()[..LEASE_WORDS - 1]).is_none());
+        assert_eq!(LeaseKey::of("r").offsets((LEASE_TABLE_WORDS * WORD) as u64 - 1), None);
+        assert!(LeaseTable::at_end_of(&words()[..LEASE_TABLE_WORDS - 1]).is_none());
         assert!(!LeaseKey::of("r").is_in(&[0; 2 * BUCKET_LEN as usize]));
     }
 }

@@ -6,5 +6,5 @@ mod leases;
 mod parts;
 
 pub use blob::{NixlBlob, NixlDescriptor, NixlMemory, NixlSection};
-pub use leases::{BUCKET_LEN, LEASE_WORDS, LEASED_WORDS, LeaseKey, LeaseTable};
+pub use leases::{BUCKET_LEN, GENERATIONS_REGION, LEASE_TABLE_WORDS, LeaseKey, LeaseTable};
 pub use parts::{Assembly, Got, MAX_NOTE, notes};

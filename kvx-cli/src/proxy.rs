@@ -154,8 +154,13 @@ impl Arguments {
         setup.api_key_file = self.api_key_file.clone().or(setup.api_key_file);
         setup.tls_cert = self.tls_cert.clone().or(setup.tls_cert);
         setup.tls_key = self.tls_key.clone().or(setup.tls_key);
-        if !self.release.is_empty() {
-            setup.release = self.release.iter().filter(|name| *name != "off").cloned().collect();
+        match &self.release[..] {
+            [] => {}
+            [off] if off == "off" => setup.release.clear(),
+            names if names.iter().any(|name| name == "off") => {
+                return Err("--release: name backends or off, not both".into());
+            }
+            names => setup.release = names.to_vec(),
         }
         #[cfg(feature = "release")]
         {
@@ -381,6 +386,17 @@ mod tests {
         assert_eq!(names(&setup), instances);
         let ports: Vec<_> = setup.pools[0].prefill.iter().map(|one| one.bootstrap_port).collect();
         assert_eq!(ports, [Some(8998), None, None, None]);
+    }
+
+    #[test]
+    fn releases_are_off_or_over_backends() {
+        let pair = "--prefill http://p:1 --decode http://d:1 --release";
+        assert_eq!(setup(&format!("{pair} off")).unwrap().release, [""; 0]);
+        assert_eq!(setup(&format!("{pair} SHM")).unwrap().release, ["SHM"]);
+        for both in ["off RIXL", "RIXL off"] {
+            let error = setup(&format!("{pair} {both}")).unwrap_err().to_string();
+            assert_eq!(error, "--release: name backends or off, not both");
+        }
     }
 
     #[test]

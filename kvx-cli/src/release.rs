@@ -2,7 +2,7 @@
 
 use kvx::connector::Releaser;
 use kvx::{ErrorKind, Secret};
-use kvx_proxy::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, ReleaseResult};
+use kvx_proxy::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, ReleaseFuture};
 
 use crate::Result;
 
@@ -11,7 +11,7 @@ use crate::Result;
 struct FleetReleaser(Releaser);
 
 impl ReleaseBlocks for FleetReleaser {
-    fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseResult<'a> {
+    fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseFuture<'a> {
         Box::pin(async move {
             self.0.release(&blocks.remote, blocks.version).await.map_err(|error| {
                 match error.kind() {

@@ -25,6 +25,9 @@ use {
     tokio_rustls::rustls::{ClientConfig, RootCertStore},
 };
 
+/// The most characters of a server's message that are kept.
+const LONGEST_MESSAGE: usize = 300;
+
 /// Timeouts of a connection attempt and of an answer.
 const CONNECT: Duration = Duration::from_secs(10);
 const ANSWER: Duration = Duration::from_secs(300);
@@ -75,7 +78,8 @@ pub(crate) struct Endpoint(String);
 pub struct EndpointError {
     /// The HTTP status, if it answered.
     pub status: Option<u16>,
-    /// The message of its answer, or the failure of the connection.
+    /// The message of its answer, or the failure of the connection. Of an answer's message, at most
+    /// 300 characters, with control characters escaped.
     pub message: String,
 }
 
@@ -192,12 +196,24 @@ impl Endpoint {
     }
 }
 
-/// Returns the message of an answer that is an error.
+/// Returns the beginning of a text of others, with control characters escaped.
+pub(crate) fn shown(text: &str) -> String {
+    let mut shown = String::new();
+    for character in text.chars().take(LONGEST_MESSAGE) {
+        match character.is_control() {
+            true => shown.extend(character.escape_default()),
+            false => shown.push(character),
+        }
+    }
+    shown
+}
+
+/// Returns the message of an answer that is an error, as far as it is [`shown`].
 pub(crate) fn message(answer: Option<Value>) -> String {
     match answer {
         Some(value) => {
             let words = value.pointer("/error/message").and_then(Value::as_str);
-            words.map_or_else(|| value.to_string(), str::to_owned)
+            words.map_or_else(|| shown(&value.to_string()), shown)
         }
         None => "the answer is not JSON".to_owned(),
     }
@@ -206,6 +222,15 @@ pub(crate) fn message(answer: Option<Value>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_message_of_an_answer_is_escaped_and_cut() {
+        let answer = |text: &str| Some(serde_json::json!({"error": {"message": text}}));
+        assert_eq!(message(answer("no\u{1b}[31m\nmodel ä")), "no\\u{1b}[31m\\nmodel ä");
+        assert_eq!(message(answer(&"ä".repeat(1000))), "ä".repeat(300));
+        let other = serde_json::json!({"detail": "x".repeat(1000)});
+        assert_eq!(message(Some(other)).len(), 300);
+    }
 
     #[test]
     fn an_endpoint_may_have_a_base_path() {

@@ -14,6 +14,7 @@ mod fleet;
 pub mod fuzz;
 mod log;
 mod metrics;
+mod random;
 mod recording;
 mod relay;
 mod release;
@@ -31,7 +32,7 @@ pub use compare::{ComparedAnswer, Comparison, compare};
 pub use endpoint::EndpointError;
 pub use error::{Error, Result};
 pub use explain::{CandidateReport, Explanation, SideReport, explain};
-pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, ReleaseResult};
+pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, ReleaseFuture};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Fallback, Finding, FleetSecret, Health, InstanceSetup,

@@ -18,7 +18,7 @@ use kvx_vllm::Version;
 use kvx_vllm::params::{RemoteBlocks, TransferMode, TransferParams};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 /// The most releases that wait or are in progress. Further ones are dropped, and the leases of their
 /// blocks end.
@@ -31,7 +31,7 @@ const AT_ONCE: usize = 64;
 const INSTANCE_AT_ONCE: usize = 8;
 /// The most instances whose last result is kept.
 const INSTANCES: usize = 1024;
-/// The time limit of a release.
+/// The time limit of a release, with the wait for its turn.
 const LIMIT: Duration = Duration::from_secs(10);
 /// The longest id or host, in bytes. With [`QUEUE`] it bounds the memory of waiting releases.
 const TEXT: usize = 1024;
@@ -58,15 +58,34 @@ pub enum ReleaseError {
     Failed(String),
 }
 
-/// The result of a release.
-pub type ReleaseResult<'a> = Pin<Box<dyn Future<Output = Result<(), ReleaseError>> + Send + 'a>>;
+impl ReleaseError {
+    /// The result's name in metrics.
+    fn as_str(&self) -> &'static str {
+        match self {
+            ReleaseError::Refused(_) => "refused",
+            ReleaseError::Failed(_) => "failed",
+        }
+    }
+}
+
+impl fmt::Display for ReleaseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (ReleaseError::Refused(why) | ReleaseError::Failed(why)) = self;
+        write!(f, "{}: {why}", self.as_str())
+    }
+}
+
+impl std::error::Error for ReleaseError {}
+
+/// A release in progress.
+pub type ReleaseFuture<'a> = Pin<Box<dyn Future<Output = Result<(), ReleaseError>> + Send + 'a>>;
 
 /// Notifies engines that no decode will fetch blocks.
 ///
 /// The router calls it only for blocks that no decode instance can be reading.
 pub trait ReleaseBlocks: fmt::Debug + Send + Sync {
-    /// Releases these blocks. The router gives up after 10 s.
-    fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseResult<'a>;
+    /// Releases these blocks. The router gives up 10 s after it has queued the release.
+    fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseFuture<'a>;
 }
 
 /// The [`ReleaseBlocks`] of a router. Two of them are equal if they are the same one.
@@ -109,14 +128,15 @@ impl ReleaseCounts {
 /// The queue of releases.
 #[derive(Debug)]
 pub(crate) struct Releases {
-    queue: Option<mpsc::Sender<KeptBlocks>>,
+    /// What is to be released, each until its time is up.
+    queue: Option<mpsc::Sender<(KeptBlocks, Instant)>>,
     /// The number of releases that are queued or in progress.
     pending: watch::Sender<usize>,
     counts: Arc<ReleaseCounts>,
     /// The result of the last release at each instance.
     last: Mutex<BTreeMap<String, &'static str>>,
     /// The releaser and the other end of the queue, until [`serve`](Self::serve) takes them.
-    unserved: Mutex<Option<(BlockReleaser, mpsc::Receiver<KeptBlocks>)>>,
+    unserved: Mutex<Option<(BlockReleaser, mpsc::Receiver<(KeptBlocks, Instant)>)>>,
 }
 
 impl Releases {
@@ -171,7 +191,7 @@ impl Releases {
         let all = Arc::new(Semaphore::new(AT_ONCE));
         // An instance's semaphore is shared with its releases.
         let mut instances: HashMap<String, Arc<Semaphore>> = HashMap::new();
-        while let Some(blocks) = waiting.recv().await {
+        while let Some((blocks, until)) = waiting.recv().await {
             while running.try_join_next().is_some() {}
             instances.retain(|_, instance| Arc::strong_count(instance) > 1);
             let instance = instances
@@ -188,21 +208,20 @@ impl Releases {
             running.spawn(async move {
                 // Counts down also if the implementation panics.
                 let _pending = Pending(&releases.pending);
-                // Errors: nobody closes the semaphores.
-                let _instance_place = instance.acquire().await;
-                let _place = all.acquire().await;
-                let ended = timeout(LIMIT, releaser.0.release(&blocks)).await;
+                let release = async {
+                    // Errors: nobody closes the semaphores.
+                    let _instance_place = instance.acquire().await;
+                    let _place = all.acquire().await;
+                    releaser.0.release(&blocks).await
+                };
+                let ended = timeout_at(until, release).await;
                 let ended = ended.unwrap_or_else(|_| {
                     Err(ReleaseError::Failed(format!("it took longer than {LIMIT:?}")))
                 });
-                let (result, why) = match ended {
-                    Ok(()) => ("sent", None),
-                    Err(ReleaseError::Refused(why)) => ("refused", Some(why)),
-                    Err(ReleaseError::Failed(why)) => ("failed", Some(why)),
-                };
-                if let Some(why) = why {
-                    missed(&blocks, &format!("release of blocks: {result}: {why}"));
+                if let Err(error) = &ended {
+                    missed(&blocks, &format!("release of blocks: {error}"));
                 }
+                let result = ended.as_ref().map_or_else(ReleaseError::as_str, |()| "sent");
                 releases.ended(blocks.instance, result);
             });
         }
@@ -225,7 +244,7 @@ impl Releases {
         });
         if !is_counted {
             self.counts.add("dropped");
-        } else if queue.try_send(blocks).is_err() {
+        } else if queue.try_send((blocks, Instant::now() + LIMIT)).is_err() {
             drop(Pending(&self.pending));
             self.counts.add("dropped");
         }
@@ -335,7 +354,7 @@ mod tests {
     struct Never;
 
     impl ReleaseBlocks for Never {
-        fn release<'a>(&'a self, _: &'a KeptBlocks) -> ReleaseResult<'a> {
+        fn release<'a>(&'a self, _: &'a KeptBlocks) -> ReleaseFuture<'a> {
             Box::pin(std::future::pending())
         }
     }
@@ -345,7 +364,7 @@ mod tests {
     struct OneStopped;
 
     impl ReleaseBlocks for OneStopped {
-        fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseResult<'a> {
+        fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseFuture<'a> {
             match blocks.instance.as_str() {
                 "stopped" => Box::pin(std::future::pending()),
                 "refuses" => Box::pin(async { Err(ReleaseError::Refused("no".to_owned())) }),

@@ -127,7 +127,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     // An interrupted name lookup may still be in progress.
     runtime.shutdown_timeout(Duration::from_secs(1));
     for endpoint in &played {
-        if let Some(why) = &endpoint.caches_error {
+        if let Some(Err(why)) = &endpoint.caches {
             let url = &endpoint.url;
             notes.push(format!("the cached prompts of {url} by metrics are unknown: {why}"));
         }
@@ -150,12 +150,11 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
 fn trace(arguments: &Arguments) -> Result<(Trace, Vec<String>)> {
     let mut trace = Trace::from_file(&arguments.file)?;
     let mut notes = Vec::new();
-    if trace.without_prompt > 0 {
-        notes
-            .push(format!("{} requests without a known prompt are left out", trace.without_prompt));
-    }
     if trace.over_limit > 0 {
-        notes.push(format!("{} requests above a limit are left out", trace.over_limit));
+        notes.push(format!("{} requests outside a limit are left out", trace.over_limit));
+    }
+    if trace.is_torn {
+        notes.push("the last line is only a part of one and is left out".to_owned());
     }
     trace.first(arguments.limit.unwrap_or(usize::MAX));
     trace.shrink(arguments.shrink)?;
@@ -191,9 +190,6 @@ fn print(
     }
     what.extend(notes.iter().cloned());
     let what = what.join("; ");
-    if let Some(file) = report {
-        file.write(&report::page(&what, &rows, played))?;
-    }
     if arguments.json {
         let object = json!({
             "file": arguments.file,
@@ -207,8 +203,14 @@ fn print(
             "notes": notes,
             "endpoints": summaries,
         });
-        return Ok(writeln!(out, "{object}")?);
+        writeln!(out, "{object}")?;
+    } else {
+        writeln!(out, "{what}\n")?;
+        table::print(&rows, out)?;
     }
-    writeln!(out, "{what}\n")?;
-    Ok(table::print(&rows, out)?)
+    // Last: a full disk loses no figures.
+    match report {
+        Some(file) => file.write(&report::page(&what, &rows, played)),
+        None => Ok(()),
+    }
 }

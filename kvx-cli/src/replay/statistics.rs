@@ -128,7 +128,9 @@ impl Summary {
             cached_reports,
             cache_hit_part: played
                 .caches
-                .and_then(|CacheCounts { queries, hits, .. }| part(hits, queries)),
+                .as_ref()
+                .and_then(|counts| counts.as_ref().ok())
+                .and_then(|CacheCounts { queries, hits, .. }| part(*hits, *queries)),
             late_ms: Percentiles::of(requests.iter().map(|request| request.late)),
             most_late_ms: sorted(requests.iter().map(|request| request.late)).pop().unwrap_or(0.0),
         }

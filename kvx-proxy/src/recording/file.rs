@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, ErrorKind, Read, Seek};
 use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use super::VERSION;
+use super::{Header, VERSION};
 use crate::error::{Error, Result};
 
 pub(super) fn unwritable(path: &Path, error: std::io::Error) -> Error {
@@ -25,9 +25,7 @@ pub(super) fn is_full(error: &std::io::Error) -> bool {
 /// Fails for a device, a folder or a pipe.
 pub(super) fn must_be_regular(path: &Path) -> Result<()> {
     match std::fs::metadata(path) {
-        Ok(found) if !found.is_file() => {
-            Err(wrong(path, "is not a regular file, whose size could be limited"))
-        }
+        Ok(found) if !found.is_file() => Err(wrong(path, "is not a regular file")),
         _ => Ok(()),
     }
 }
@@ -38,12 +36,19 @@ pub(super) fn open(path: &Path, options: &mut OpenOptions) -> std::io::Result<Fi
     options.read(true).append(true).mode(0o600).open(path)
 }
 
-/// Returns the length of the whole lines of a recording; 0 for an empty file.
+/// A header is shorter, in bytes.
+pub(super) const LONGEST_HEADER: u64 = 512;
+
+/// Returns the length of the whole lines of a recording; 0 for an empty file, or one with only a
+/// part of its first header.
 pub(super) fn whole_lines(path: &Path, file: &mut File) -> Result<u64> {
     let cannot_read =
         |error| Error::io(format_args!("cannot read the recording {}", path.display()), error);
     let length = file.metadata().map_err(cannot_read)?.len();
     if length > 0 && !is_recording(file).map_err(cannot_read)? {
+        if is_torn_header(file, length).map_err(cannot_read)? {
+            return Ok(0);
+        }
         return Err(wrong(path, "exists, and is not a recording"));
     }
     end_of_lines(file, length).map_err(cannot_read)
@@ -76,4 +81,27 @@ fn is_recording(file: &mut File) -> std::io::Result<bool> {
     BufReader::new(Read::take(file, 4096)).read_until(b'\n', &mut first)?;
     let version = serde_json::from_slice::<Version>(&first).map(|header| header.kvx_recording);
     Ok(first.ends_with(b"\n") && version.is_ok_and(|version| version == VERSION))
+}
+
+/// Returns true if a power failure may have left this much of a first header: its beginning, NULs,
+/// or its beginning and then NULs.
+fn is_torn_header(file: &File, length: u64) -> std::io::Result<bool> {
+    if length >= LONGEST_HEADER {
+        return Ok(false);
+    }
+    let mut bytes = vec![0; length as usize];
+    file.read_exact_at(&mut bytes, 0)?;
+    let end = bytes.iter().rposition(|byte| *byte != 0).map_or(0, |at| at + 1);
+    let header = Header::new(0.0).line()?;
+    // The time of the start differs from header to header.
+    let Some((before, after)) = header.split_once("0.0") else { return Ok(false) };
+    let found = &bytes[..end];
+    Ok(match found.strip_prefix(before.as_bytes()) {
+        None => before.as_bytes().starts_with(found),
+        Some(rest) => {
+            let is_digit = |byte: &&u8| byte.is_ascii_digit() || b".eE+-".contains(byte);
+            let time = rest.iter().take_while(is_digit).count();
+            after.trim_end().as_bytes().starts_with(&rest[time..])
+        }
+    })
 }

@@ -1,7 +1,7 @@
 //! Recordings: what `kvx proxy --record` writes about requests, and `kvx replay` plays.
 //!
 //! A recording is a text file with one JSON object per line. It begins with a [`Header`], and each
-//! further line is a [`Line`] about a request, in the order in which requests ended. A router that
+//! further line is a [`Line`] about a completion that was admitted, in the order in which they ended. A router that
 //! is restarted with the same file adds a further section, with a header and hashes of its own. The
 //! names of the fields of a request are those of Mooncake's public traces.
 
@@ -10,6 +10,8 @@ pub(crate) mod trace;
 pub(crate) mod writer;
 
 use serde::Serialize;
+
+use crate::fleet::cache_model::CHUNK_TOKENS;
 
 /// The version of the format.
 pub(crate) const VERSION: u32 = 1;
@@ -35,12 +37,24 @@ pub(crate) struct Header {
     pub(crate) holds: &'static str,
 }
 
+impl Header {
+    /// Returns the header of a section that begins at this time.
+    fn new(started: f64) -> Self {
+        Header { kvx_recording: VERSION, started, block_tokens: CHUNK_TOKENS, holds: HOLDS }
+    }
+
+    /// Returns the header's line, with its newline.
+    fn line(&self) -> serde_json::Result<String> {
+        Ok(format!("{}\n", serde_json::to_string(self)?))
+    }
+}
+
 /// A request that has ended.
 #[derive(Serialize)]
 pub(crate) struct Line<'a> {
     /// When it arrived, in milliseconds since its section began.
     pub(crate) timestamp: f64,
-    /// The estimated tokens of its prompt; 0 if it was refused before the router read it.
+    /// The estimated tokens of its prompt.
     pub(crate) input_length: u64,
     /// The tokens of its answer, as far as the router knows them: the events of a stream, or the
     /// usage of another answer.

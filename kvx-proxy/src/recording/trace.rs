@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 use super::{MOST_TOKENS, VERSION};
 use crate::error::{Error, Result};
@@ -27,12 +28,12 @@ pub struct Trace {
     pub requests: Vec<TraceRequest>,
     /// The tokens for which a hash of a request stands.
     pub block_tokens: usize,
-    /// Requests of the file that cannot be played: the router refused them before it read their
-    /// prompts.
-    pub without_prompt: usize,
-    /// Requests of a recording that are left out because a length, the time or the line is above
-    /// its limit.
+    /// Requests of a recording that are left out because a length, the time or the line is outside
+    /// its limits.
     pub over_limit: usize,
+    /// True if a recording ends with a part of a line, as a power failure or a router that is
+    /// writing leaves it. That part is left out.
+    pub is_torn: bool,
 }
 
 /// A request of a trace.
@@ -64,10 +65,12 @@ struct RawLine {
 }
 
 impl RawLine {
-    /// Returns true if a length or this time is above its limit.
+    /// Returns true if a length or this time is outside its limits.
     fn is_over_limit(&self, at: f64) -> bool {
         let lengths = [self.input_length, self.output_length, self.max_tokens];
-        at > LATEST || lengths.into_iter().flatten().any(|length| length > MOST_TOKENS)
+        at > LATEST
+            || self.input_length == Some(0)
+            || lengths.into_iter().flatten().any(|length| length > MOST_TOKENS)
     }
 }
 
@@ -76,8 +79,9 @@ impl Trace {
     ///
     /// # Errors
     ///
-    /// Fails if the file cannot be read, a line is malformed, a line of Mooncake's form is above a
-    /// limit, or the file has no request that can be played. The message has the line's number.
+    /// Fails if the file cannot be read, a whole line is malformed, a line of Mooncake's form is
+    /// outside a limit, or the file has no request that can be played. The message has the line's
+    /// number.
     pub fn from_file(path: &Path) -> Result<Self> {
         let cannot_read =
             |error| Error::io(format_args!("cannot read the trace {}", path.display()), error);
@@ -106,6 +110,10 @@ impl Trace {
                 }
                 reader.over_limit += 1;
                 continue;
+            }
+            if reader.is_recording && line.last() != Some(&b'\n') && !is_json(&line) {
+                reader.is_torn = true;
+                break;
             }
             if !line.trim_ascii().is_empty() {
                 reader.line(&line).map_err(|why| format!("line {number}: {why}"))?;
@@ -155,6 +163,10 @@ impl Trace {
     }
 }
 
+fn is_json(line: &[u8]) -> bool {
+    serde_json::from_slice::<IgnoredAny>(line).is_ok()
+}
+
 /// Reads up to the end of a line.
 fn skip_line(from: &mut impl BufRead) -> std::io::Result<()> {
     loop {
@@ -181,8 +193,8 @@ struct TraceReader {
     latest: f64,
     requests: Vec<(f64, TraceRequest)>,
     hashes: usize,
-    without_prompt: usize,
     over_limit: usize,
+    is_torn: bool,
 }
 
 impl TraceReader {
@@ -236,16 +248,15 @@ impl TraceReader {
         };
         let prompt =
             tokens("input_length", line.input_length.ok_or_else(|| missing("input_length"))?)?;
+        if prompt == 0 {
+            return Err("input_length is 0; it must be at least 1".to_owned());
+        }
         let blocks = line.hash_ids.ok_or_else(|| missing("hash_ids"))?;
         if blocks.len() > prompt.div_ceil(block) {
             return Err(format!(
                 "hash_ids has {} hashes of {block} tokens for a prompt of {prompt}",
                 blocks.len()
             ));
-        }
-        if prompt == 0 {
-            self.without_prompt += 1;
-            return Ok(());
         }
         // An answer that did not end as it should has had another length.
         let is_whole = line.outcome.as_deref().is_none_or(|outcome| outcome == "ok");
@@ -279,7 +290,7 @@ impl TraceReader {
             spread(&mut times);
         }
         let Some(first) = times.first().copied() else {
-            return Err("it has no request with a prompt".to_owned());
+            return Err("it has no request that can be played".to_owned());
         };
         let mut requests: Vec<_> = self.requests.into_iter().map(|(_, request)| request).collect();
         for (request, at) in requests.iter_mut().zip(times) {
@@ -288,8 +299,8 @@ impl TraceReader {
         Ok(Trace {
             requests,
             block_tokens: self.block_tokens.unwrap_or(MOONCAKE_BLOCK),
-            without_prompt: self.without_prompt,
             over_limit: self.over_limit,
+            is_torn: self.is_torn,
         })
     }
 }
@@ -345,7 +356,6 @@ mod tests {
             HEADER.to_owned(),
             line(200, r#""input_length":30,"output_length":9,"max_tokens":99,"outcome":"ok""#),
             line(100, r#""input_length":10,"output_length":2,"max_tokens":8,"outcome":"timeout""#),
-            line(150, r#""input_length":0,"max_tokens":0,"outcome":"refused""#),
             HEADER.to_owned(),
             line(50, r#""input_length":40,"output_length":null,"max_tokens":5,"outcome":"ok""#),
         ];
@@ -354,7 +364,28 @@ mod tests {
         let lengths: Vec<_> =
             trace.requests.iter().map(|one| (one.prompt_tokens, one.answer_tokens)).collect();
         assert_eq!(lengths, [(10, 8), (30, 9), (40, 5)], "the wanted length of a failed answer");
-        assert_eq!(trace.without_prompt, 1);
+    }
+
+    #[test]
+    fn the_part_of_a_line_at_the_end_of_a_recording_is_left_out() {
+        let good =
+            r#"{"timestamp":5,"hash_ids":[],"input_length":30,"output_length":9,"max_tokens":99}"#;
+        let whole = format!("{HEADER}\n{good}\n");
+        for torn in [&good[..1], &good[..40], &HEADER[..20], "\0\0\0"] {
+            let trace = read(&format!("{whole}{torn}")).unwrap();
+            assert_eq!((trace.requests.len(), trace.is_torn), (1, true), "{torn:?}");
+            // Not if a line follows.
+            let error = read(&format!("{whole}{torn}\n{good}\n")).unwrap_err();
+            assert!(error.contains("line 3: it is no JSON object"), "{torn:?}: {error}");
+        }
+        let trace = read(&format!("{whole}{good}")).unwrap();
+        assert_eq!(
+            (trace.requests.len(), trace.is_torn),
+            (2, false),
+            "only its newline is missing"
+        );
+        let error = read(&format!("{whole}{}", good.replace(":5,", ":-5,"))).unwrap_err();
+        assert!(error.contains("line 3: timestamp is -5"), "{error}");
     }
 
     #[test]
@@ -367,13 +398,14 @@ mod tests {
             good.replace("30", "4194305"),
             good.replace(":9,", ":4194305,"),
             good.replace("99", "4194305"),
+            good.replace("30", "0"),
             good.replace(":5,", ":1e300,"),
             good.replacen('"', &padding, 1),
             good.clone(),
             good.replacen('"', &padding, 1),
         ];
         let trace = read(&text.join("\n")).unwrap();
-        assert_eq!((trace.requests.len(), trace.over_limit), (1, 6));
+        assert_eq!((trace.requests.len(), trace.over_limit), (1, 7));
     }
 
     #[test]
@@ -394,6 +426,7 @@ mod tests {
             (replaced("\"timestamp\": 1, ", ""), "line 3: timestamp is missing"),
             (replaced("\"input_length\": 1", "\"input_length\": 99999999"), "line 3: input_length"),
             (replaced("\"input_length\": 1", "\"input_length\": -1"), "line 3: it is no JSON"),
+            (replaced("\"input_length\": 1", "\"input_length\": 0"), "line 3: input_length is 0"),
             (replaced("\"output_length\": 1, ", ""), "line 3: output_length is missing"),
             (replaced("[1]", "[1, 2]"), "line 3: hash_ids has 2 hashes of 512 tokens"),
             (replaced("[1]", "[1.5]"), "line 3: it is no JSON object"),

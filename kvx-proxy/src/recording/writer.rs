@@ -9,23 +9,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::{Duration, Instant};
 
-use rustix::rand::{GetRandomFlags, getrandom};
 use sha2::{Digest as _, Sha256};
 
-use super::file::{is_full, must_be_regular, open, unwritable, whole_lines, wrong};
-use super::{HOLDS, Header, Line, MOST_TOKENS, VERSION};
+use super::file::{LONGEST_HEADER, is_full, must_be_regular, open, unwritable, whole_lines, wrong};
+use super::{Header, Line, MOST_TOKENS};
 use crate::error::{Error, Result};
-use crate::fleet::cache_model::CHUNK_TOKENS;
 use crate::log::now;
+use crate::random::random_bytes;
 
 /// The most requests that wait to be written, and the most bytes that these take.
 const WAITING: usize = 8192;
 const WAITING_BYTES: usize = 8 << 20;
-/// A header is shorter, in bytes.
-const LONGEST_HEADER: u64 = 512;
 
 /// The part of a prompt that a recording keeps.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct RecordedPrompt {
     pub(crate) tokens: u64,
     pub(crate) max_tokens: u64,
@@ -111,7 +108,7 @@ impl Recorder {
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                return Err(wrong(path, "belongs to another router"));
+                return Err(wrong(path, "is locked by another process"));
             }
             Err(TryLockError::Error(error)) => return Err(unwritable(path, error)),
         }
@@ -132,7 +129,7 @@ impl Recorder {
             );
             return Ok(Recorder::full());
         }
-        let key = random_key()?;
+        let key = random_bytes()?;
         let mut writer = Writer {
             file: Box::new(file),
             name: path.display().to_string(),
@@ -240,17 +237,6 @@ impl Recorder {
     }
 }
 
-fn random_key() -> Result<[u8; 32]> {
-    let mut key = [0; 32];
-    // The kernel never returns 32 bytes in parts.
-    match getrandom(&mut key, GetRandomFlags::empty()) {
-        Ok(32) => Ok(key),
-        other => Err(Error::new(format!(
-            "getrandom returned no key for the hashes of the recording: {other:?}"
-        ))),
-    }
-}
-
 /// A file that can be cut off at its last whole line.
 trait Target: Write + Send {
     fn cut(&mut self, length: u64) -> std::io::Result<()>;
@@ -277,14 +263,7 @@ struct Writer {
 
 impl Writer {
     fn header(&mut self) -> std::io::Result<()> {
-        let header = Header {
-            kvx_recording: VERSION,
-            started: now(),
-            block_tokens: CHUNK_TOKENS,
-            holds: HOLDS,
-        };
-        let line = format!("{}\n", serde_json::to_string(&header)?);
-        self.write(line.as_bytes())
+        self.write(Header::new(now()).line()?.as_bytes())
     }
 
     /// Writes requests until all recorders are dropped, the file is full, or a write fails.
@@ -299,9 +278,12 @@ impl Writer {
                     Message::Request(request) => {
                         waiting.fetch_sub(request.bytes(), Relaxed);
                         let before = text.len();
-                        is_full |= self.line(request, &mut text).is_err();
-                        is_full |= self.length + text.len() as u64 > self.most;
-                        if is_full {
+                        let line = self.line(request, &mut text);
+                        if let Err(error) = &line {
+                            tracing::error!(file = self.name, %error, "a request is not recorded");
+                        }
+                        is_full = self.length + text.len() as u64 > self.most;
+                        if is_full || line.is_err() {
                             text.truncate(before);
                             self.lost.fetch_add(1, Relaxed);
                         } else {
@@ -339,8 +321,6 @@ impl Writer {
         for chunk in &mut prompt.chunks {
             *chunk = self.keyed(*chunk);
         }
-        // The names of the blocks after the limit would not fit their prompt.
-        prompt.chunks.truncate(MOST_TOKENS as usize / CHUNK_TOKENS);
         let millis = |time: Duration| (time.as_secs_f64() * 1e6).round() / 1e3;
         let line = Line {
             timestamp: millis(request.arrived.saturating_duration_since(self.started)),
@@ -371,12 +351,17 @@ impl Writer {
         hash.iter().take(8).fold(0, |bits, byte| bits << 8 | u64::from(*byte)) >> 11
     }
 
-    /// Appends whole lines, or nothing.
+    /// Appends whole lines, or nothing. The error is that of the write.
     fn write(&mut self, lines: &[u8]) -> std::io::Result<()> {
         let written = self.file.write_all(lines).and_then(|()| self.file.flush());
-        match written {
-            Ok(()) => self.length += lines.len() as u64,
-            Err(_) => self.file.cut(self.length)?,
+        if written.is_ok() {
+            self.length += lines.len() as u64;
+        } else if let Err(error) = self.file.cut(self.length) {
+            tracing::error!(
+                file = self.name,
+                %error,
+                "cannot cut the recording after its last whole line; the next start does so"
+            );
         }
         written
     }
@@ -547,9 +532,73 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().count(), 4, "{text}");
         assert!(text.starts_with(&format!("{header}{{}}\n{{\"kvx_recording\":1,")), "{text}");
-        std::fs::write(&path, &header[..20]).unwrap();
-        assert!(Recorder::can_open(&path).is_err(), "a part of a header is not a recording");
         std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_part_of_the_first_header_is_cut_off() {
+        let path = std::env::temp_dir().join(format!("kvx-torn-header-{}", std::process::id()));
+        let header = Header::new(1790000000.25).line().unwrap();
+        let header = header.trim_end();
+        for torn in [
+            header.to_owned(),
+            header[..1].to_owned(),
+            header[..20].to_owned(),
+            header[..35].to_owned(),
+            header[..60].to_owned(),
+            "\0".to_owned(),
+            "\0".repeat(LONGEST_HEADER as usize - 1),
+            format!("{}{}", &header[..40], "\0".repeat(100)),
+        ] {
+            std::fs::write(&path, &torn).unwrap();
+            Recorder::can_open(&path).unwrap();
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), torn, "a check changes nothing");
+            let recorder = Recorder::open(&path, 1 << 20).unwrap();
+            recorder.add(request(&[1]));
+            recorder.flush(Duration::from_secs(10));
+            let trace = Trace::from_file(&path).unwrap();
+            assert_eq!(trace.requests.len(), 1, "{torn:?}");
+            drop(recorder);
+            // The writer may still have it locked.
+            std::fs::remove_file(&path).unwrap();
+        }
+        for other in [
+            "a note".to_owned(),
+            "{\"kvx_recording\":2,\"started\":1.5".to_owned(),
+            "{\"kvx_recording\":1,\"started\":1.5,\"x\"".to_owned(),
+            format!("{}\0x", &header[..40]),
+            format!("{header}}}"),
+            format!("{header}\0\0\n"),
+            "\0\n".to_owned(),
+            "\0".repeat(LONGEST_HEADER as usize),
+        ] {
+            std::fs::write(&path, &other).unwrap();
+            let error = Recorder::open(&path, 1 << 20).unwrap_err().to_string();
+            assert!(error.contains("is not a recording"), "{other:?}: {error}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), other, "it is kept");
+        }
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn a_write_that_fails_is_reported_even_if_the_cut_fails_too() {
+        struct Broken;
+        impl Write for Broken {
+            fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+                Err(ErrorKind::StorageFull.into())
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        impl Target for Broken {
+            fn cut(&mut self, _: u64) -> std::io::Result<()> {
+                Err(ErrorKind::PermissionDenied.into())
+            }
+        }
+        let disk = SmallDisk(Arc::default(), 1 << 20);
+        let mut writer = Writer { file: Box::new(Broken), ..writer(&disk, 1 << 20, 1) };
+        assert_eq!(writer.write(b"{}\n").unwrap_err().kind(), ErrorKind::StorageFull);
     }
 
     #[test]
@@ -571,7 +620,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let first = Recorder::open(&path, 1 << 20).unwrap();
         let error = Recorder::open(&path, 1 << 20).unwrap_err().to_string();
-        assert!(error.contains("belongs to another router"), "{error}");
+        assert!(error.contains("is locked by another process"), "{error}");
         // The file is unlocked when the writer has ended.
         drop(first);
         let end = Instant::now() + Duration::from_secs(10);

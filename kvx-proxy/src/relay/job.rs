@@ -26,6 +26,7 @@ use crate::fleet::choice::Requirements;
 use crate::fleet::instance::{InFlight, Instance, Role};
 use crate::fleet::models::ModelName;
 use crate::metrics::RequestOutcome;
+use crate::random::random_bytes;
 use crate::request::{PromptKey, headers};
 use crate::upstream::Fault;
 
@@ -62,14 +63,8 @@ pub(crate) type JobResult = Result<Response<Body>, Box<(Record, ApiError)>>;
 /// Fails if the kernel returns no random bytes: predictable ids could name another request's
 /// blocks.
 pub(super) fn random_id() -> Result<[u8; 16], ApiError> {
-    let mut bytes = [0; 16];
-    match rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty()) {
-        // The kernel never returns 16 bytes in parts.
-        Ok(16) => Ok(bytes),
-        other => Err(ApiError::unavailable(format!(
-            "getrandom returned no random bytes for this request's ids: {other:?}"
-        ))),
-    }
+    random_bytes()
+        .map_err(|error| ApiError::unavailable(format!("this request has no id: {error}")))
 }
 
 impl Job {

@@ -167,16 +167,20 @@ impl Record {
         self.model = model.map(|model| cut(model).to_owned());
     }
 
-    /// Keeps what a recording has of a completion.
+    /// Keeps what a recording has of an admitted completion. Requests without this are not
+    /// recorded.
     pub(crate) fn prompt(&mut self, asked: &CompletionRequest) {
-        if !self.core.recorder.is_on() {
+        let recorder = &self.core.recorder;
+        if !recorder.is_configured() {
             return;
         }
+        // A recording that has ended only counts what it lacks.
+        let chunks = if recorder.is_on() { asked.prompt.chunks.clone() } else { Vec::new() };
         let is_chat = self.is_chat();
         self.prompt = Some(RecordedPrompt {
             tokens: asked.prompt_tokens,
             max_tokens: asked.new_tokens,
-            chunks: asked.prompt.chunks.clone(),
+            chunks,
             stream: asked.stream,
             // A chat begins with the role; the usage is an event of its own.
             other_events: u64::from(is_chat) + u64::from(asked.streams_usage()),
@@ -194,13 +198,9 @@ impl Record {
         self.path == "/v1/chat/completions"
     }
 
-    /// Returns what the recording keeps of this request, if it is a completion.
+    /// Returns what the recording keeps of this request, if it is an admitted completion.
     fn recorded(&mut self, total: Duration) -> Option<RecordedRequest> {
-        let chat = self.is_chat();
-        if !self.core.recorder.is_configured() || !(chat || self.path == "/v1/completions") {
-            return None;
-        }
-        let prompt = self.prompt.take().unwrap_or_default();
+        let prompt = self.prompt.take()?;
         let answer_tokens = match prompt.stream {
             true => Some(self.events.saturating_sub(prompt.other_events)),
             false => self.answer_tokens,
@@ -208,7 +208,7 @@ impl Record {
         Some(RecordedRequest {
             arrived: self.started,
             prompt,
-            chat,
+            chat: self.is_chat(),
             answer_tokens,
             status: self.status,
             outcome: self.outcome.as_str(),

@@ -11,14 +11,12 @@ use serde::de::IgnoredAny;
 use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
-use crate::endpoint::{EndpointClient, message};
+use crate::endpoint::{EndpointClient, message, shown};
 use crate::sse::WholeEvents;
 use crate::upstream::{whole, words};
 
 /// The longest error that is read.
 const LONGEST_ERROR: usize = 1 << 20;
-/// The most characters of a message that are kept of each failure.
-const LONGEST_MESSAGE: usize = 300;
 
 /// Why a request has no complete answer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,14 +32,7 @@ pub struct PlayError {
 
 impl PlayError {
     pub(super) fn new(kind: impl Into<String>, message: impl AsRef<str>) -> Self {
-        let mut shown = String::new();
-        for character in message.as_ref().chars().take(LONGEST_MESSAGE) {
-            match character.is_control() {
-                true => shown.extend(character.escape_default()),
-                false => shown.push(character),
-            }
-        }
-        PlayError { kind: kind.into(), message: shown }
+        PlayError { kind: kind.into(), message: shown(message.as_ref()) }
     }
 
     fn timeout() -> Self {

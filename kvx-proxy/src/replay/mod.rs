@@ -79,22 +79,19 @@ pub struct PlayedEndpoint {
     pub not_sent: usize,
     /// The time from the first request until the last answer, without the turns of others.
     pub took: Duration,
-    /// The part of prompts that the observed caches had.
-    pub caches: Option<CacheCounts>,
-    /// Why `caches` is unknown although caches are observed.
-    pub caches_error: Option<String>,
+    /// The part of prompts that the observed caches had, or why it is unknown; `None` if no caches
+    /// are observed.
+    pub caches: Option<std::result::Result<CacheCounts, String>>,
 }
 
 impl PlayedEndpoint {
     /// Adds what the observed caches counted, or forgets all of it if that is unknown.
     fn observe(&mut self, counted: std::result::Result<CacheCounts, String>) {
-        match (counted, &mut self.caches) {
-            (Ok(more), Some(counts)) => counts.add(more),
-            (Ok(_), None) => {}
-            (Err(error), _) => {
-                self.caches = None;
-                self.caches_error.get_or_insert(error);
-            }
+        match (&mut self.caches, counted) {
+            (Some(Ok(counts)), Ok(more)) => counts.add(more),
+            (Some(caches @ Ok(_)), Err(error)) => *caches = Err(error),
+            // None are observed, or an earlier error has made the part unknown.
+            (None | Some(Err(_)), _) => {}
         }
     }
 }
@@ -157,7 +154,7 @@ pub async fn play(
         .iter()
         .map(|url| PlayedEndpoint {
             url: (*url).to_owned(),
-            caches: (!options.caches.is_empty()).then(CacheCounts::default),
+            caches: (!options.caches.is_empty()).then(|| Ok(CacheCounts::default())),
             ..PlayedEndpoint::default()
         })
         .collect();

@@ -404,19 +404,17 @@ impl Default for Pool {
 ///
 /// Fails for other texts; the message lists the units.
 pub fn parse_duration(text: &str) -> Result<Duration> {
-    units::duration(text)
-        .filter(|duration| !duration.is_zero())
-        .ok_or_else(|| Error::new(format!("{text:?} is not a duration; write 250ms, 5s, 2m or 1h")))
+    units::duration(text).map_err(Error::new)
 }
 
-/// Parses a size as the configuration has them: bytes, `64KiB` or `32MiB`.
+/// Parses a size as the configuration has them: bytes, `64KiB`, `32MiB` or
+/// `1GiB`.
 ///
 /// # Errors
 ///
 /// Fails for other texts; the message lists the units.
 pub fn parse_size(text: &str) -> Result<usize> {
-    units::size(text)
-        .ok_or_else(|| Error::new(format!("{text:?} is not a size; write bytes, 64KiB or 32MiB")))
+    units::size(text).map_err(Error::new)
 }
 
 impl Setup {

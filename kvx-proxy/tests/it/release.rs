@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvx_proxy::{
-    BlockReleaser, Handle, KeptBlocks, Proxy, ReleaseBlocks, ReleaseError, ReleaseResult, Setup,
+    BlockReleaser, Handle, KeptBlocks, Proxy, ReleaseBlocks, ReleaseError, ReleaseFuture, Setup,
 };
 use kvx_vllm::Version;
 use serde_json::{Value, json};
@@ -25,7 +25,7 @@ struct Recorder {
 }
 
 impl ReleaseBlocks for Recorder {
-    fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseResult<'a> {
+    fn release<'a>(&'a self, blocks: &'a KeptBlocks) -> ReleaseFuture<'a> {
         self.seen.lock().unwrap().push(blocks.clone());
         Box::pin(async move { self.result.clone() })
     }

@@ -1085,11 +1085,6 @@ const _: () = {
     assert!(::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, neuron) == 0);
     assert!(::core::mem::offset_of!(fi_mr_attr__bindgen_ty_1, synapseai) == 0);
 };
-impl Default for fi_mr_attr {
-    fn default() -> Self {
-        unsafe { ::core::mem::zeroed() }
-    }
-}
 const _: () = {
     assert!(::core::mem::size_of::<fi_mr_attr>() == 80);
     assert!(::core::mem::align_of::<fi_mr_attr>() == 8);
@@ -1104,6 +1099,11 @@ const _: () = {
     assert!(::core::mem::offset_of!(fi_mr_attr, iface) == 64);
     assert!(::core::mem::offset_of!(fi_mr_attr, device) == 72);
 };
+impl Default for fi_mr_attr {
+    fn default() -> Self {
+        unsafe { ::core::mem::zeroed() }
+    }
+}
 pub const FI_INT8: fi_datatype = 0;
 pub const FI_UINT8: fi_datatype = 1;
 pub const FI_INT16: fi_datatype = 2;

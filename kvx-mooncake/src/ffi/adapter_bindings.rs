@@ -30,11 +30,23 @@ pub struct Functions {
 // SAFETY: each field is a pointer to the function that its header declares with its name.
 unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
     const FIELDS: &'static [(&'static ::core::ffi::CStr, usize)] = &[
-        (c"kvx_mooncake_version", ::core::mem::offset_of!(Functions, kvx_mooncake_version)),
+        (
+            c"kvx_mooncake_version",
+            ::core::mem::offset_of!(Functions, kvx_mooncake_version),
+        ),
         (c"kvx_mooncake_load", ::core::mem::offset_of!(Functions, kvx_mooncake_load)),
-        (c"kvx_mooncake_log_from", ::core::mem::offset_of!(Functions, kvx_mooncake_log_from)),
-        (c"kvx_mooncake_create", ::core::mem::offset_of!(Functions, kvx_mooncake_create)),
-        (c"kvx_mooncake_batch_status", ::core::mem::offset_of!(Functions, kvx_mooncake_batch_status)),
+        (
+            c"kvx_mooncake_log_from",
+            ::core::mem::offset_of!(Functions, kvx_mooncake_log_from),
+        ),
+        (
+            c"kvx_mooncake_create",
+            ::core::mem::offset_of!(Functions, kvx_mooncake_create),
+        ),
+        (
+            c"kvx_mooncake_batch_status",
+            ::core::mem::offset_of!(Functions, kvx_mooncake_batch_status),
+        ),
         (c"kvx_mooncake_error", ::core::mem::offset_of!(Functions, kvx_mooncake_error)),
         (c"kvx_mooncake_log", ::core::mem::offset_of!(Functions, kvx_mooncake_log)),
     ];

@@ -117,19 +117,34 @@ pub struct Functions {
 // SAFETY: each field is a pointer to the function that its header declares with its name.
 unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
     const FIELDS: &'static [(&'static ::core::ffi::CStr, usize)] = &[
-        (c"createTransferEngine", ::core::mem::offset_of!(Functions, createTransferEngine)),
-        (c"destroyTransferEngine", ::core::mem::offset_of!(Functions, destroyTransferEngine)),
+        (
+            c"createTransferEngine",
+            ::core::mem::offset_of!(Functions, createTransferEngine),
+        ),
+        (
+            c"destroyTransferEngine",
+            ::core::mem::offset_of!(Functions, destroyTransferEngine),
+        ),
         (c"installTransport", ::core::mem::offset_of!(Functions, installTransport)),
         (c"getLocalIpAndPort", ::core::mem::offset_of!(Functions, getLocalIpAndPort)),
-        (c"registerLocalMemory", ::core::mem::offset_of!(Functions, registerLocalMemory)),
-        (c"unregisterLocalMemory", ::core::mem::offset_of!(Functions, unregisterLocalMemory)),
+        (
+            c"registerLocalMemory",
+            ::core::mem::offset_of!(Functions, registerLocalMemory),
+        ),
+        (
+            c"unregisterLocalMemory",
+            ::core::mem::offset_of!(Functions, unregisterLocalMemory),
+        ),
         (c"openSegmentNoCache", ::core::mem::offset_of!(Functions, openSegmentNoCache)),
         (c"allocateBatchID", ::core::mem::offset_of!(Functions, allocateBatchID)),
         (c"submitTransfer", ::core::mem::offset_of!(Functions, submitTransfer)),
         (c"getTransferStatus", ::core::mem::offset_of!(Functions, getTransferStatus)),
         (c"freeBatchID", ::core::mem::offset_of!(Functions, freeBatchID)),
         (c"genNotifyInEngine", ::core::mem::offset_of!(Functions, genNotifyInEngine)),
-        (c"getNotifsFromEngine", ::core::mem::offset_of!(Functions, getNotifsFromEngine)),
+        (
+            c"getNotifsFromEngine",
+            ::core::mem::offset_of!(Functions, getNotifsFromEngine),
+        ),
         (c"freeNotifsMsgBuf", ::core::mem::offset_of!(Functions, freeNotifsMsgBuf)),
     ];
 }

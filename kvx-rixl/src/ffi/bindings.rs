@@ -277,44 +277,161 @@ pub struct Functions {
 // SAFETY: each field is a pointer to the function that its header declares with its name.
 unsafe impl ::kvx_backend::loader::FunctionTable for Functions {
     const FIELDS: &'static [(&'static ::core::ffi::CStr, usize)] = &[
-        (c"nixl_capi_create_configured_agent", ::core::mem::offset_of!(Functions, nixl_capi_create_configured_agent)),
-        (c"nixl_capi_destroy_agent", ::core::mem::offset_of!(Functions, nixl_capi_destroy_agent)),
-        (c"nixl_capi_create_params", ::core::mem::offset_of!(Functions, nixl_capi_create_params)),
-        (c"nixl_capi_params_add", ::core::mem::offset_of!(Functions, nixl_capi_params_add)),
-        (c"nixl_capi_destroy_params", ::core::mem::offset_of!(Functions, nixl_capi_destroy_params)),
-        (c"nixl_capi_create_backend", ::core::mem::offset_of!(Functions, nixl_capi_create_backend)),
-        (c"nixl_capi_destroy_backend", ::core::mem::offset_of!(Functions, nixl_capi_destroy_backend)),
-        (c"nixl_capi_create_opt_args", ::core::mem::offset_of!(Functions, nixl_capi_create_opt_args)),
-        (c"nixl_capi_opt_args_add_backend", ::core::mem::offset_of!(Functions, nixl_capi_opt_args_add_backend)),
-        (c"nixl_capi_destroy_opt_args", ::core::mem::offset_of!(Functions, nixl_capi_destroy_opt_args)),
-        (c"nixl_capi_get_local_md", ::core::mem::offset_of!(Functions, nixl_capi_get_local_md)),
-        (c"nixl_capi_get_local_partial_md", ::core::mem::offset_of!(Functions, nixl_capi_get_local_partial_md)),
-        (c"nixl_capi_load_remote_md", ::core::mem::offset_of!(Functions, nixl_capi_load_remote_md)),
-        (c"nixl_capi_invalidate_remote_md", ::core::mem::offset_of!(Functions, nixl_capi_invalidate_remote_md)),
-        (c"nixl_capi_check_remote_md", ::core::mem::offset_of!(Functions, nixl_capi_check_remote_md)),
-        (c"nixl_capi_agent_make_connection", ::core::mem::offset_of!(Functions, nixl_capi_agent_make_connection)),
-        (c"nixl_capi_create_reg_dlist", ::core::mem::offset_of!(Functions, nixl_capi_create_reg_dlist)),
-        (c"nixl_capi_reg_dlist_add_desc", ::core::mem::offset_of!(Functions, nixl_capi_reg_dlist_add_desc)),
-        (c"nixl_capi_destroy_reg_dlist", ::core::mem::offset_of!(Functions, nixl_capi_destroy_reg_dlist)),
-        (c"nixl_capi_register_mem", ::core::mem::offset_of!(Functions, nixl_capi_register_mem)),
-        (c"nixl_capi_deregister_mem", ::core::mem::offset_of!(Functions, nixl_capi_deregister_mem)),
-        (c"nixl_capi_create_xfer_dlist", ::core::mem::offset_of!(Functions, nixl_capi_create_xfer_dlist)),
-        (c"nixl_capi_xfer_dlist_add_desc", ::core::mem::offset_of!(Functions, nixl_capi_xfer_dlist_add_desc)),
-        (c"nixl_capi_xfer_dlist_clear", ::core::mem::offset_of!(Functions, nixl_capi_xfer_dlist_clear)),
-        (c"nixl_capi_destroy_xfer_dlist", ::core::mem::offset_of!(Functions, nixl_capi_destroy_xfer_dlist)),
-        (c"nixl_capi_create_xfer_req", ::core::mem::offset_of!(Functions, nixl_capi_create_xfer_req)),
-        (c"nixl_capi_post_xfer_req", ::core::mem::offset_of!(Functions, nixl_capi_post_xfer_req)),
-        (c"nixl_capi_get_xfer_status", ::core::mem::offset_of!(Functions, nixl_capi_get_xfer_status)),
-        (c"nixl_capi_release_xfer_req", ::core::mem::offset_of!(Functions, nixl_capi_release_xfer_req)),
-        (c"nixl_capi_destroy_xfer_req", ::core::mem::offset_of!(Functions, nixl_capi_destroy_xfer_req)),
-        (c"nixl_capi_gen_notif", ::core::mem::offset_of!(Functions, nixl_capi_gen_notif)),
-        (c"nixl_capi_create_notif_map", ::core::mem::offset_of!(Functions, nixl_capi_create_notif_map)),
-        (c"nixl_capi_destroy_notif_map", ::core::mem::offset_of!(Functions, nixl_capi_destroy_notif_map)),
-        (c"nixl_capi_get_notifs", ::core::mem::offset_of!(Functions, nixl_capi_get_notifs)),
-        (c"nixl_capi_notif_map_size", ::core::mem::offset_of!(Functions, nixl_capi_notif_map_size)),
-        (c"nixl_capi_notif_map_get_agent_at", ::core::mem::offset_of!(Functions, nixl_capi_notif_map_get_agent_at)),
-        (c"nixl_capi_notif_map_get_notifs_size", ::core::mem::offset_of!(Functions, nixl_capi_notif_map_get_notifs_size)),
-        (c"nixl_capi_notif_map_get_notif", ::core::mem::offset_of!(Functions, nixl_capi_notif_map_get_notif)),
-        (c"nixl_capi_notif_map_clear", ::core::mem::offset_of!(Functions, nixl_capi_notif_map_clear)),
+        (
+            c"nixl_capi_create_configured_agent",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_configured_agent),
+        ),
+        (
+            c"nixl_capi_destroy_agent",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_agent),
+        ),
+        (
+            c"nixl_capi_create_params",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_params),
+        ),
+        (
+            c"nixl_capi_params_add",
+            ::core::mem::offset_of!(Functions, nixl_capi_params_add),
+        ),
+        (
+            c"nixl_capi_destroy_params",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_params),
+        ),
+        (
+            c"nixl_capi_create_backend",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_backend),
+        ),
+        (
+            c"nixl_capi_destroy_backend",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_backend),
+        ),
+        (
+            c"nixl_capi_create_opt_args",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_opt_args),
+        ),
+        (
+            c"nixl_capi_opt_args_add_backend",
+            ::core::mem::offset_of!(Functions, nixl_capi_opt_args_add_backend),
+        ),
+        (
+            c"nixl_capi_destroy_opt_args",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_opt_args),
+        ),
+        (
+            c"nixl_capi_get_local_md",
+            ::core::mem::offset_of!(Functions, nixl_capi_get_local_md),
+        ),
+        (
+            c"nixl_capi_get_local_partial_md",
+            ::core::mem::offset_of!(Functions, nixl_capi_get_local_partial_md),
+        ),
+        (
+            c"nixl_capi_load_remote_md",
+            ::core::mem::offset_of!(Functions, nixl_capi_load_remote_md),
+        ),
+        (
+            c"nixl_capi_invalidate_remote_md",
+            ::core::mem::offset_of!(Functions, nixl_capi_invalidate_remote_md),
+        ),
+        (
+            c"nixl_capi_check_remote_md",
+            ::core::mem::offset_of!(Functions, nixl_capi_check_remote_md),
+        ),
+        (
+            c"nixl_capi_agent_make_connection",
+            ::core::mem::offset_of!(Functions, nixl_capi_agent_make_connection),
+        ),
+        (
+            c"nixl_capi_create_reg_dlist",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_reg_dlist),
+        ),
+        (
+            c"nixl_capi_reg_dlist_add_desc",
+            ::core::mem::offset_of!(Functions, nixl_capi_reg_dlist_add_desc),
+        ),
+        (
+            c"nixl_capi_destroy_reg_dlist",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_reg_dlist),
+        ),
+        (
+            c"nixl_capi_register_mem",
+            ::core::mem::offset_of!(Functions, nixl_capi_register_mem),
+        ),
+        (
+            c"nixl_capi_deregister_mem",
+            ::core::mem::offset_of!(Functions, nixl_capi_deregister_mem),
+        ),
+        (
+            c"nixl_capi_create_xfer_dlist",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_xfer_dlist),
+        ),
+        (
+            c"nixl_capi_xfer_dlist_add_desc",
+            ::core::mem::offset_of!(Functions, nixl_capi_xfer_dlist_add_desc),
+        ),
+        (
+            c"nixl_capi_xfer_dlist_clear",
+            ::core::mem::offset_of!(Functions, nixl_capi_xfer_dlist_clear),
+        ),
+        (
+            c"nixl_capi_destroy_xfer_dlist",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_xfer_dlist),
+        ),
+        (
+            c"nixl_capi_create_xfer_req",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_xfer_req),
+        ),
+        (
+            c"nixl_capi_post_xfer_req",
+            ::core::mem::offset_of!(Functions, nixl_capi_post_xfer_req),
+        ),
+        (
+            c"nixl_capi_get_xfer_status",
+            ::core::mem::offset_of!(Functions, nixl_capi_get_xfer_status),
+        ),
+        (
+            c"nixl_capi_release_xfer_req",
+            ::core::mem::offset_of!(Functions, nixl_capi_release_xfer_req),
+        ),
+        (
+            c"nixl_capi_destroy_xfer_req",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_xfer_req),
+        ),
+        (
+            c"nixl_capi_gen_notif",
+            ::core::mem::offset_of!(Functions, nixl_capi_gen_notif),
+        ),
+        (
+            c"nixl_capi_create_notif_map",
+            ::core::mem::offset_of!(Functions, nixl_capi_create_notif_map),
+        ),
+        (
+            c"nixl_capi_destroy_notif_map",
+            ::core::mem::offset_of!(Functions, nixl_capi_destroy_notif_map),
+        ),
+        (
+            c"nixl_capi_get_notifs",
+            ::core::mem::offset_of!(Functions, nixl_capi_get_notifs),
+        ),
+        (
+            c"nixl_capi_notif_map_size",
+            ::core::mem::offset_of!(Functions, nixl_capi_notif_map_size),
+        ),
+        (
+            c"nixl_capi_notif_map_get_agent_at",
+            ::core::mem::offset_of!(Functions, nixl_capi_notif_map_get_agent_at),
+        ),
+        (
+            c"nixl_capi_notif_map_get_notifs_size",
+            ::core::mem::offset_of!(Functions, nixl_capi_notif_map_get_notifs_size),
+        ),
+        (
+            c"nixl_capi_notif_map_get_notif",
+            ::core::mem::offset_of!(Functions, nixl_capi_notif_map_get_notif),
+        ),
+        (
+            c"nixl_capi_notif_map_clear",
+            ::core::mem::offset_of!(Functions, nixl_capi_notif_map_clear),
+        ),
     ];
 }

@@ -254,6 +254,7 @@ impl<'a> MsgpackReader<'a> {
     }
 
     /// Reads bytes and copies them.
+    #[cfg(feature = "protocol")]
     pub(crate) fn owned_binary(&mut self) -> Result<Vec<u8>> {
         let bytes = self.binary()?;
         self.keep::<u8>(bytes.len())?;

@@ -175,6 +175,10 @@ pub enum Command {
         /// The context of the ping.
         context: Vec<u8>,
     },
+    /// A SUB socket wants the messages of a topic, and of all longer ones that begin with it.
+    Subscribe(Vec<u8>),
+    /// A SUB socket does not want the messages of a topic any more.
+    Cancel(Vec<u8>),
     /// A command of a later version.
     Other,
 }
@@ -213,6 +217,14 @@ impl Command {
             Command::Pong { context } => {
                 name(b"PONG");
                 body.extend(context);
+            }
+            Command::Subscribe(topic) => {
+                name(b"SUBSCRIBE");
+                body.extend(topic);
+            }
+            Command::Cancel(topic) => {
+                name(b"CANCEL");
+                body.extend(topic);
             }
             Command::Other => name(b"OTHER"),
         }
@@ -257,6 +269,8 @@ impl Command {
             },
             b"PONG" if left.len() <= MAX_CONTEXT => Command::Pong { context: left.to_owned() },
             b"PONG" => return Err(malformed("a PONG of invalid length")),
+            b"SUBSCRIBE" => Command::Subscribe(left.to_owned()),
+            b"CANCEL" => Command::Cancel(left.to_owned()),
             _ => Command::Other,
         })
     }

@@ -56,6 +56,10 @@ pub struct CandidateReport {
     /// The tokens of this prompt that it has cached, as the router predicts it; `None` if the
     /// policy does not consider them.
     pub cached_tokens: Option<u64>,
+    /// The source of that prediction: `exact` for the instance's KV events, `degraded` if some of
+    /// them are missing, or `history`. `None` if the policy does not consider it.
+    #[serde(default)]
+    pub knowledge: Option<String>,
     /// The tokens for which this request would count there.
     pub tokens_to_compute: u64,
     /// Its share of requests.
@@ -104,8 +108,19 @@ impl fmt::Display for Explanation {
 impl fmt::Display for SideReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut rows = vec![
-            ["", "instance", "pool", "state", "queued", "cached", "to compute", "weight", "cost"]
-                .map(str::to_owned),
+            [
+                "",
+                "instance",
+                "pool",
+                "state",
+                "queued",
+                "cached",
+                "by",
+                "to compute",
+                "weight",
+                "cost",
+            ]
+            .map(str::to_owned),
         ];
         for one in &self.candidates {
             let wins = self.winner.as_ref() == Some(&one.instance) && one.why_not.is_none();
@@ -117,6 +132,7 @@ impl fmt::Display for SideReport {
                 one.state.clone(),
                 one.queued_tokens.to_string(),
                 number(one.cached_tokens.map(|tokens| tokens.to_string())),
+                number(one.knowledge.clone()),
                 one.tokens_to_compute.to_string(),
                 one.weight.to_string(),
                 number(one.cost.map(|cost| format!("{cost:.0}"))),
@@ -168,6 +184,7 @@ mod tests {
             state: "up".to_owned(),
             queued_tokens: 300,
             cached_tokens: Some(cached),
+            knowledge: Some("history".to_owned()),
             tokens_to_compute: 1200 - cached,
             weight: 1.0,
             cost,
@@ -194,9 +211,9 @@ mod tests {
             "route: disaggregated\n\
              model any, about 1200 prompt tokens and 16 new tokens\n\n\
              prefill, by cached: 10.0.0.1:8100, because no other may serve it\n    \
-                 instance        pool     state  queued  cached  to compute  weight  cost\n\
-             ->  10.0.0.1:8100   default  up        300    1024         176       1   476\n    \
-                 10.0.0.22:8100  default  up        300       0        1200       1     -  it is draining\n\n\
+                 instance        pool     state  queued  cached       by  to compute  weight  cost\n\
+             ->  10.0.0.1:8100   default  up        300    1024  history         176       1   476\n    \
+                 10.0.0.22:8100  default  up        300       0  history        1200       1     -  it is draining\n\n\
              note: a note\n"
         );
     }

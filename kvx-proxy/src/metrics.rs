@@ -65,6 +65,8 @@ pub(crate) struct Metrics {
     ejections: Counts,
     fallbacks: Counts,
     pub(crate) releases: Arc<ReleaseCounts>,
+    tokenizations: Counts,
+    pub(crate) drifts: AtomicU64,
     pub(crate) retries_denied: AtomicU64,
     pub(crate) without_transfer: AtomicU64,
     pub(crate) log_lines_dropped: AtomicU64,
@@ -134,6 +136,8 @@ impl Default for Metrics {
             ejections: zeros(&[("refused", ""), ("errors", ""), ("slow", ""), ("health", "")]),
             fallbacks: zeros(&[("served", ""), ("refused", "")]),
             releases: Arc::default(),
+            tokenizations: zeros(&[("ok", ""), ("refused", ""), ("failed", "")]),
+            drifts: AtomicU64::new(0),
             retries_denied: AtomicU64::new(0),
             without_transfer: AtomicU64::new(0),
             log_lines_dropped: AtomicU64::new(0),
@@ -184,6 +188,10 @@ impl Metrics {
         add(&self.fallbacks, result, "");
     }
 
+    pub(crate) fn tokenization(&self, result: &'static str) {
+        add(&self.tokenizations, result, "");
+    }
+
     /// Returns the number of finished requests by outcome.
     pub(crate) fn outcomes(&self) -> BTreeMap<&'static str, u64> {
         let counts = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
@@ -205,6 +213,12 @@ impl Metrics {
                 "Requests that arrived while no prefill instance was up, by result.",
                 ["result", ""],
                 &self.fallbacks,
+            ),
+            (
+                "tokenizations",
+                "Prompts whose tokens were asked for, to compare them with KV events.",
+                ["result", ""],
+                &self.tokenizations,
             ),
         ];
         for (name, help, labels, counts) in counters {
@@ -229,6 +243,12 @@ impl Metrics {
             let _ = writeln!(into, "{name}{{result=\"{result}\"}} {count}");
         }
         let plain = [
+            (
+                "cache_drifts_total",
+                "counter",
+                "Times that KV events of an instance disagreed with its answers.",
+                &self.drifts,
+            ),
             (
                 "retries_denied_total",
                 "counter",
@@ -299,7 +319,7 @@ fn head(into: &mut String, name: &str, kind: &str, help: &str) {
 
 fn instances(into: &mut String, fleet: &Fleet) {
     type Read = fn(&crate::fleet::instance::State) -> u64;
-    let rows: [(&str, &str, &str, Read); 5] = [
+    let rows: [(&str, &str, &str, Read); 12] = [
         ("up", "gauge", "1 if the instance accepts requests, else 0.", |state| {
             u64::from(state.is_open(Instant::now()))
         }),
@@ -313,6 +333,36 @@ fn instances(into: &mut String, fleet: &Fleet) {
         ("failures_total", "counter", "Requests that the instance failed.", |state| {
             state.failures_total.load(Relaxed)
         }),
+        (
+            "cache_knowledge",
+            "gauge",
+            "Knowledge of the prefix cache: 2 by all KV events, 1 by some, 0 by history.",
+            |state| state.cache().level() as u64,
+        ),
+        ("event_blocks", "gauge", "Cached blocks by KV events.", |state| {
+            state.cache().blocks() as u64
+        }),
+        ("event_batches_total", "counter", "Batches of KV events.", |state| {
+            state.cache().counts().batches
+        }),
+        ("event_gaps_total", "counter", "Gaps in the numbers of KV events.", |state| {
+            state.cache().counts().gaps
+        }),
+        ("event_orphans_total", "counter", "Blocks in events whose parent is unknown.", |state| {
+            state.cache().counts().orphans
+        }),
+        (
+            "predicted_cached_tokens_total",
+            "counter",
+            "Cached tokens that the router predicted for prompts with a report.",
+            |state| state.cache().drift.predicted,
+        ),
+        (
+            "reported_cached_tokens_total",
+            "counter",
+            "Cached tokens that answers reported.",
+            |state| state.cache().drift.reported,
+        ),
     ];
     for (name, kind, help, read) in rows {
         let name = format!("kvx_proxy_instance_{name}");

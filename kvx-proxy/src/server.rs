@@ -6,3 +6,10 @@ pub use crate::serve::address_limit::counted_address;
 pub use crate::serve::keys::Keys;
 pub use crate::serve::listener::serve_http1;
 pub use crate::setup::ClientLimits;
+
+/// The connections of KV cache events.
+pub mod zmtp {
+    pub use kvx_vllm::zmtp::{Budget, Command, Input, MessageLimits, SocketType};
+
+    pub use crate::zmtp::{EventConnection, parse_endpoint};
+}

@@ -8,6 +8,19 @@ pub(crate) const CHUNK_TOKENS: usize = 256;
 /// The most chunks of an instance, 3 million tokens, which take up to 1.1 MB.
 const MOST_CHUNKS: usize = 12 << 10;
 
+/// Returns how many of a prompt's keys, from the first one on, a cache has. A cache that has one of
+/// them must have all before it.
+pub(crate) fn cached_part<K>(keys: &[K], has: impl Fn(&K) -> bool) -> usize {
+    let (mut cached, mut step) = (0, 1);
+    // Most instances have little of a prompt, so the first looks are at its beginning.
+    while keys.get(cached + step - 1).is_some_and(&has) {
+        cached += step;
+        step *= 2;
+    }
+    let unknown = &keys[cached..keys.len().min(cached + step)];
+    cached + unknown.partition_point(has)
+}
+
 /// The chunks of prompts that were sent to an instance most recently.
 ///
 /// A chunk is named by a hash of the prompt up to its end, so a prompt is cached up to the last of
@@ -25,7 +38,7 @@ pub(crate) struct CacheModel {
 impl CacheModel {
     /// Returns how many of a prompt's chunks, from the first one on, are cached.
     pub(crate) fn cached(&self, chunks: &[u64]) -> usize {
-        chunks.partition_point(|chunk| self.used.contains_key(chunk))
+        cached_part(chunks, |chunk| self.used.contains_key(chunk))
     }
 
     /// Adds a prompt that is sent to the instance.
@@ -50,7 +63,7 @@ impl CacheModel {
 
 /// A hasher for keys that are hashes already, under a key that clients do not know.
 #[derive(Debug, Default)]
-struct Unchanged(u64);
+pub(crate) struct Unchanged(u64);
 
 impl Hasher for Unchanged {
     fn write(&mut self, bytes: &[u8]) {
@@ -75,6 +88,25 @@ mod tests {
     /// Returns a prompt's chunks, the first of which it shares with other prompts.
     fn prompt(shared: u64, number: u64, chunks: u64) -> Vec<u64> {
         (0..chunks).map(|at| if at < shared { at } else { number << 32 | at }).collect()
+    }
+
+    #[test]
+    fn the_cached_part_is_found_with_few_looks() {
+        for len in 0..70 {
+            let keys: Vec<usize> = (0..len).collect();
+            for cached in 0..=len {
+                let looks = std::cell::Cell::new(0);
+                let has = |key: &usize| {
+                    looks.set(looks.get() + 1);
+                    *key < cached
+                };
+                assert_eq!(cached_part(&keys, has), cached);
+                assert!(
+                    looks.get() <= 2 * (cached + 1).ilog2() + 2,
+                    "{cached} of {len}: {looks:?}"
+                );
+            }
+        }
     }
 
     #[test]

@@ -5,7 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use super::instance::{InFlight, Instance};
+use super::knowledge::PromptParts;
+use super::knowledge::drift::Prediction;
 use super::models::ModelName;
+use super::tokens::PromptTokens;
 use crate::setup::Choice;
 
 /// The load, relative to its fair share, above which prefix affinity skips an instance.
@@ -19,11 +22,20 @@ pub(crate) struct Requirements<'a> {
     pub(crate) prefix: u64,
     /// Hashes of the prompt up to the end of each of its chunks, if the instance is to compute it.
     pub(crate) chunks: &'a [u64],
+    /// The tokens of the prompt, if they are known.
+    pub(crate) token_ids: Option<&'a PromptTokens>,
     /// The model, if the request names one.
     pub(crate) model: Option<ModelName<'a>>,
     /// Instances that have failed this request: chosen only if no other one is left.
     pub(crate) avoid: &'a [Arc<Instance>],
     pub(crate) now: Instant,
+}
+
+impl<'a> Requirements<'a> {
+    /// Returns the prompt, as far as caches depend on it.
+    pub(crate) fn prompt(&self) -> PromptParts<'a> {
+        PromptParts { chunks: self.chunks, tokens: self.token_ids }
+    }
 }
 
 /// The positions of round robin and of tie-breaking.
@@ -54,9 +66,9 @@ impl<'a> Candidates<'a> {
         self.choose_open(wanted, &fits).or_else(|| {
             let usable = |one: &Arc<Instance>| one.state.is_usable() && fits(one);
             let best = self.best_for(wanted, usable)?;
-            let tokens = self.tokens_for(best, wanted);
+            let (tokens, predicted) = self.tokens_for(best, wanted);
             self.add_to_cache(best, wanted);
-            Some(best.take_anyway(tokens))
+            Some(best.take_anyway(tokens, predicted))
         })
     }
 
@@ -71,8 +83,8 @@ impl<'a> Candidates<'a> {
         // times.
         for _ in 0..4 {
             let best = self.best_for(wanted, open)?;
-            let tokens = self.tokens_for(best, wanted);
-            if let Some(taken) = best.take(tokens, wanted.now, self.eject_for) {
+            let (tokens, predicted) = self.tokens_for(best, wanted);
+            if let Some(taken) = best.take(tokens, predicted, wanted.now, self.eject_for) {
                 self.add_to_cache(best, wanted);
                 return Some(taken);
             }
@@ -102,23 +114,33 @@ impl<'a> Candidates<'a> {
         })
     }
 
-    /// Returns the tokens for which an instance is busy with the request.
-    pub(super) fn tokens_for(&self, one: &Instance, wanted: &Requirements<'_>) -> u64 {
+    /// Returns the tokens for which an instance is busy with the request, and those that it has
+    /// cached.
+    pub(super) fn tokens_for(
+        &self,
+        one: &Instance,
+        wanted: &Requirements<'_>,
+    ) -> (u64, Prediction) {
         match self.choice {
-            Choice::Cached => one.uncached(wanted.tokens, wanted.chunks),
-            Choice::LeastTokens | Choice::RoundRobin | Choice::Prefix => wanted.tokens,
+            Choice::Cached => {
+                let predicted = one.predict(wanted.prompt());
+                (one.uncached(wanted.tokens, predicted), predicted)
+            }
+            Choice::LeastTokens | Choice::RoundRobin | Choice::Prefix => {
+                (wanted.tokens, Prediction::default())
+            }
         }
     }
 
     /// Returns the tokens that an instance has to compute until it is done with the request, for
     /// its weight.
     pub(super) fn cost(&self, one: &Instance, wanted: &Requirements<'_>) -> f64 {
-        (one.state.outstanding() + self.tokens_for(one, wanted)) as f64 / one.setup.weight
+        (one.state.outstanding() + self.tokens_for(one, wanted).0) as f64 / one.setup.weight
     }
 
     fn add_to_cache(&self, one: &Instance, wanted: &Requirements<'_>) {
         if self.choice == Choice::Cached {
-            one.state.add_to_cache(wanted.chunks);
+            one.state.cache().sent(wanted.prompt(), wanted.now);
         }
     }
 

@@ -125,15 +125,17 @@ impl Candidates<'_> {
         wanted: &Requirements<'_>,
         why_not: Option<String>,
     ) -> CandidateReport {
+        let by_cache = self.choice == Choice::Cached;
+        let (tokens_to_compute, predicted) = self.tokens_for(one, wanted);
         let has_cost = why_not.is_none() && self.choice != Choice::RoundRobin;
         CandidateReport {
             instance: one.name().to_owned(),
             pool: one.pool_name.clone(),
             state: one.standing().to_owned(),
             queued_tokens: one.state.outstanding(),
-            cached_tokens: (self.choice == Choice::Cached)
-                .then(|| one.cached(wanted.chunks).min(wanted.tokens)),
-            tokens_to_compute: self.tokens_for(one, wanted),
+            cached_tokens: by_cache.then(|| predicted.with_pending.min(wanted.tokens)),
+            knowledge: by_cache.then(|| predicted.by.as_str().to_owned()),
+            tokens_to_compute,
             weight: one.setup.weight,
             cost: has_cost.then(|| self.cost(one, wanted)),
             why_not,

@@ -1,14 +1,16 @@
 //! One server: its load, its health, and what the proxy has learned about it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvx_vllm::params::TransferParams;
 use kvx_vllm::params::recipe::concurrent::{MooncakeTarget, PushTarget};
 
-use super::cache_model::{CHUNK_TOKENS, CacheModel};
+use super::knowledge::drift::Prediction;
+use super::knowledge::{CacheKnowledge, PromptParts};
 use super::models::Models;
+use super::tokenizer_pause::TokenizerPause;
 use crate::setup::{Health, InstanceSetup};
 
 /// A request whose prompt is cached costs at least this part of one that is not.
@@ -113,7 +115,10 @@ pub(crate) struct State {
     kind: Mutex<PrefillKind>,
     /// True once the instance has answered as a Mooncake instance.
     mooncake: AtomicBool,
-    cache: Mutex<CacheModel>,
+    /// No other lock is taken while this one is held.
+    cache: Mutex<CacheKnowledge>,
+    /// Pauses of `/tokenize`, for texts and for chats.
+    tokenizer_pauses: [TokenizerPause; 2],
 }
 
 #[derive(Debug, Default)]
@@ -144,11 +149,12 @@ impl Default for State {
             kind: Mutex::default(),
             mooncake: AtomicBool::new(false),
             cache: Mutex::default(),
+            tokenizer_pauses: <[TokenizerPause; 2]>::default(),
         }
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -267,7 +273,8 @@ impl State {
         faults.ejected += 1;
         self.refuses.store(refused, Relaxed);
         self.closed_until.store(self.millis(now) + doubled.as_millis() as u64, Relaxed);
-        self.forget_cache();
+        drop(faults);
+        self.cache().forget_sent();
         true
     }
 
@@ -298,7 +305,7 @@ impl State {
         self.closed_until.store(DOWN, Relaxed);
         drop(faults);
         self.forget_ranks();
-        self.forget_cache();
+        self.cache().forget_sent();
         true
     }
 
@@ -364,16 +371,14 @@ impl State {
         matches!(&*lock(&self.kind), PrefillKind::Mooncake(targets) if targets.len() > 1)
     }
 
-    /// Records the prompt of a request that is sent to the instance.
-    pub(super) fn add_to_cache(&self, chunks: &[u64]) {
-        if !chunks.is_empty() {
-            lock(&self.cache).add(chunks);
-        }
+    /// Returns what the router knows about the instance's prefix cache.
+    pub(crate) fn cache(&self) -> MutexGuard<'_, CacheKnowledge> {
+        lock(&self.cache)
     }
 
-    /// Forgets what the instance has cached: it may have restarted.
-    fn forget_cache(&self) {
-        *lock(&self.cache) = CacheModel::default();
+    /// Returns the pause of questions for the tokens of texts, or of chats.
+    pub(crate) fn tokenizer_pause(&self, is_chat: bool) -> &TokenizerPause {
+        &self.tokenizer_pauses[usize::from(is_chat)]
     }
 
     /// Returns the next of `ranks` data parallel ranks.
@@ -404,41 +409,48 @@ impl Instance {
             }
     }
 
-    /// Returns for how many tokens the instance is busy with a request of `tokens`, whose prompt
-    /// has these chunks: those that it has not cached, but at least a part, since it loads and
-    /// sends cached ones as well.
-    pub(super) fn uncached(&self, tokens: u64, chunks: &[u64]) -> u64 {
-        match self.cached(chunks) {
+    /// Returns for how many tokens the instance is busy with a request of `tokens`, of which it has
+    /// these cached: those that it has not, but at least a part, since it loads and sends cached
+    /// ones as well.
+    pub(super) fn uncached(&self, tokens: u64, cached: Prediction) -> u64 {
+        match cached.with_pending {
             0 => tokens,
             cached => tokens.saturating_sub(cached).max(tokens / LEAST_PART).max(1),
         }
     }
 
-    /// Returns how many tokens of a prompt with these chunks the instance has cached.
-    pub(super) fn cached(&self, chunks: &[u64]) -> u64 {
-        // Each rank has a cache of its own, and ranks take turns.
-        if chunks.is_empty() || self.setup.ranks > 1 || self.state.has_ranks() {
-            return 0;
+    /// Returns false if the instance has several data parallel ranks, which take turns and have
+    /// caches of their own.
+    pub(crate) fn has_one_cache(&self) -> bool {
+        self.setup.ranks == 1 && !self.state.has_ranks()
+    }
+
+    /// Predicts how many tokens of a prompt the instance has cached.
+    pub(super) fn predict(&self, prompt: PromptParts<'_>) -> Prediction {
+        let is_known = !prompt.chunks.is_empty() || prompt.tokens.is_some();
+        if !is_known || !self.has_one_cache() {
+            return Prediction::default();
         }
-        (lock(&self.state.cache).cached(chunks) * CHUNK_TOKENS) as u64
+        self.state.cache().predict(prompt)
     }
 
     /// Assigns a request of `tokens` to the instance, if it still accepts requests.
     pub(super) fn take(
         self: &Arc<Self>,
         tokens: u64,
+        predicted: Prediction,
         now: Instant,
         eject_for: Duration,
     ) -> Option<InFlight> {
-        self.state.enter(now, eject_for).then(|| self.take_anyway(tokens))
+        self.state.enter(now, eject_for).then(|| self.take_anyway(tokens, predicted))
     }
 
     /// Assigns a request of `tokens` to the instance, even if it is ejected.
-    pub(super) fn take_anyway(self: &Arc<Self>, tokens: u64) -> InFlight {
+    pub(super) fn take_anyway(self: &Arc<Self>, tokens: u64, predicted: Prediction) -> InFlight {
         self.state.outstanding.fetch_add(tokens, Relaxed);
         self.state.requests.fetch_add(1, Relaxed);
         self.state.requests_total.fetch_add(1, Relaxed);
-        InFlight { instance: Arc::clone(self), tokens }
+        InFlight { instance: Arc::clone(self), tokens, predicted }
     }
 }
 
@@ -447,12 +459,18 @@ impl Instance {
 pub(crate) struct InFlight {
     pub(crate) instance: Arc<Instance>,
     tokens: u64,
+    predicted: Prediction,
 }
 
 impl InFlight {
     /// Returns the tokens for which the request counts at its instance.
     pub(crate) fn tokens(&self) -> u64 {
         self.tokens
+    }
+
+    /// Returns how many tokens of the prompt the router took for cached.
+    pub(crate) fn predicted(&self) -> Prediction {
+        self.predicted
     }
 }
 

@@ -5,12 +5,16 @@ pub(crate) mod cache_model;
 pub(crate) mod choice;
 mod explain;
 pub(crate) mod instance;
+pub(crate) mod knowledge;
 pub(crate) mod missing;
 pub(crate) mod models;
 #[cfg(test)]
 mod replay;
+pub(crate) mod subscribe;
 #[cfg(test)]
 mod tests;
+mod tokenizer_pause;
+pub(crate) mod tokens;
 pub(crate) mod watch;
 
 use std::cell::OnceCell;

@@ -9,7 +9,15 @@ fn fleet(text: &str) -> Fleet {
 }
 
 fn wanted(tokens: u64, prefix: u64) -> Requirements<'static> {
-    Requirements { tokens, prefix, chunks: &[], model: None, avoid: &[], now: Instant::now() }
+    Requirements {
+        tokens,
+        prefix,
+        chunks: &[],
+        token_ids: None,
+        model: None,
+        avoid: &[],
+        now: Instant::now(),
+    }
 }
 
 fn decodes(choice: &str, weights: &[f64]) -> Fleet {

@@ -212,8 +212,9 @@ impl Job {
         model: Option<ModelName<'a>>,
         avoid: &'a [Arc<Instance>],
     ) -> Requirements<'a> {
-        let PromptKey { prefix, ref chunks } = *prompt;
-        Requirements { tokens, prefix, chunks, model, avoid, now: std::time::Instant::now() }
+        let PromptKey { prefix, ref chunks, tokens: ref ids } = *prompt;
+        let (token_ids, now) = (ids.as_deref(), std::time::Instant::now());
+        Requirements { tokens, prefix, chunks, token_ids, model, avoid, now }
     }
 
     /// Returns true if a leg may be retried, and counts the retry.

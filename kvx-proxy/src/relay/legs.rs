@@ -16,7 +16,7 @@ use tracing::Instrument;
 
 use super::answer_head::{AnswerHead, AnswerKind, open};
 use super::core::{Core, LiveSetup};
-use crate::fleet::instance::{InFlight, Instance};
+use crate::fleet::instance::InFlight;
 use crate::release::Delivery;
 use crate::request::headers;
 use crate::upstream::{Fault, WHOLE, accepted, json_headers, whole};
@@ -107,15 +107,15 @@ impl LegRequest {
 pub(crate) async fn prefill(
     core: &Core,
     live: &LiveSetup,
-    instance: &InFlight,
+    leg: &InFlight,
     mut sent: LegRequest,
     until: Instant,
 ) -> Result<PrefillResult, PrefillEnd> {
     let timed = LegTimer::new(core, "prefill");
     headers::readable(&mut sent.headers);
-    let instance = &instance.instance;
+    let instance = &leg.instance;
     let span = tracing::info_span!("prefill", instance = instance.name());
-    let ended = prefill_answer(live, instance, sent, until).instrument(span).await;
+    let ended = prefill_answer(core, live, leg, sent, until).instrument(span).await;
     match ended {
         Ok((answer, version)) => {
             instance.state.succeeded();
@@ -135,8 +135,9 @@ pub(crate) async fn prefill(
 }
 
 async fn prefill_answer(
+    core: &Core,
     live: &LiveSetup,
-    instance: &Instance,
+    leg: &InFlight,
     sent: LegRequest,
     until: Instant,
 ) -> Result<(Answer, Version), PrefillEnd> {
@@ -144,7 +145,7 @@ async fn prefill_answer(
     let failed = PrefillEnd::Failed;
     let response = live
         .upstream
-        .send(&instance.setup, Method::POST, &sent.path, sent.headers, sent.body, until)
+        .send(&leg.instance.setup, Method::POST, &sent.path, sent.headers, sent.body, until)
         .await
         .map_err(failed)?;
     let (parts, body) = accepted(response, until).await.map_err(failed)?.into_parts();
@@ -156,6 +157,10 @@ async fn prefill_answer(
         .map_err(|_| failed(Fault::Broken("its answer with status 200 is not JSON".to_owned())))?;
     let answer =
         Answer::from_body(&value).map_err(|error| failed(Fault::Broken(error.to_string())))?;
+    // With bidirectional transfer, a decode instance's blocks count as cached too.
+    if !live.fleet.pools[leg.instance.pool].bidirectional {
+        core.compare_cached(leg, &value);
+    }
     let flat =
         value.pointer("/kv_transfer_params/remote_block_ids/0").is_some_and(Value::is_number);
     Ok((answer, if flat { Version::V0_16 } else { Version::default() }))

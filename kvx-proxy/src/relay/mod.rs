@@ -13,3 +13,4 @@ pub(crate) mod legs;
 mod record;
 mod redaction;
 mod retries;
+pub(crate) mod tokens;

@@ -4,12 +4,15 @@ pub(crate) mod headers;
 pub(crate) mod json;
 mod prompt;
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use serde_json::{Map, Value};
 
 use self::json::{JsonObject, get, with_text};
 use self::prompt::{Prompt, first_two};
 use crate::fleet::choice;
+use crate::fleet::tokens::PromptTokens;
 
 /// The estimated tokens that a request without a limit generates.
 const NEW_TOKENS: u64 = 512;
@@ -43,10 +46,12 @@ pub(crate) struct PromptKey {
     /// Hashes of the prompt up to the end of each of its whole chunks, and of all other fields from
     /// which the instance makes the prompt.
     pub(crate) chunks: Vec<u64>,
+    /// The tokens, once they are known.
+    pub(crate) tokens: Option<Arc<PromptTokens>>,
 }
 
 /// The key of requests without a prompt that is known.
-pub(crate) static NO_PROMPT: PromptKey = PromptKey { prefix: 0, chunks: Vec::new() };
+pub(crate) static NO_PROMPT: PromptKey = PromptKey { prefix: 0, chunks: Vec::new(), tokens: None };
 
 /// Keys that affect the generated answer or its format, but never the blocks of the prompt.
 const OF_THE_ANSWER: [&str; 22] = [
@@ -106,10 +111,16 @@ impl CompletionRequest {
             prompt: PromptKey {
                 prefix: choice::hash(&prompt.beginning(prefix_tokens)),
                 chunks: prompt.chunks(body.iter().filter(|(key, _)| changes_the_prompt(key))),
+                tokens: None,
             },
             conversation: short_text(&body, "conversation_id", ID).filter(|id| !id.is_empty()),
             body,
         })
+    }
+
+    /// Returns true if the prompt is a list of messages.
+    pub(crate) fn is_chat(&self) -> bool {
+        self.body.get("messages").is_some_and(|messages| messages.starts_with('['))
     }
 
     /// Returns true if its stream has an event with the usage alone.

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use super::keys::Keys;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
+use crate::fleet::knowledge::CacheKnowledge;
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::Core;
 use crate::setup::{InstanceSetup, InstanceTable};
@@ -39,6 +40,24 @@ fn answer(answer: AdminAnswer) -> Response<Body> {
     answer.unwrap_or_else(|refusal| refusal.response())
 }
 
+/// Describes what the router knows about an instance's cache as JSON.
+fn describe_cache(cache: &CacheKnowledge) -> Value {
+    let (counts, drift) = (cache.counts(), &cache.drift);
+    json!({
+        "knowledge": cache.level().as_str(),
+        "why": cache.why,
+        "blocks": cache.blocks(),
+        "batches": counts.batches,
+        "gaps": counts.gaps,
+        "losses": counts.losses,
+        "orphans": counts.orphans,
+        "ignored": counts.ignored,
+        "drifts": counts.drifts,
+        "predicted_tokens": drift.predicted,
+        "reported_tokens": drift.reported,
+    })
+}
+
 /// Describes an instance as JSON.
 pub(super) fn describe(one: &Instance) -> Value {
     let state = &one.state;
@@ -58,6 +77,7 @@ pub(super) fn describe(one: &Instance) -> Value {
         "weight": one.setup.weight,
         "draining": one.setup.draining,
         "compatibility": one.setup.compatibility,
+        "cache": describe_cache(&state.cache()),
         "added": one.added,
         "models": state.models.cards().keys().collect::<Vec<_>>(),
         "requests": state.requests(),

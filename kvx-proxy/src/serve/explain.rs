@@ -16,6 +16,7 @@ use crate::fleet::missing::BOTH;
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::{Core, LiveSetup};
 use crate::relay::disaggregated::reason_to_go_alone;
+use crate::relay::tokens;
 use crate::request::CompletionRequest;
 use crate::setup::Fallback;
 
@@ -38,7 +39,10 @@ async fn explained(core: &Core, request: Request<Body>) -> Result<Response<Body>
     let parsed = tokio::task::spawn_blocking(parse).await;
     let (asked, _permit) = parsed
         .map_err(|error| ApiError::unavailable(format!("the body was not parsed: {error}")))?;
-    let explanation = explanation(core, &live, &asked.map_err(ApiError::bad_request)?);
+    let mut asked = asked.map_err(ApiError::bad_request)?;
+    let headers = tokens::headers(&live);
+    tokens::find(core, &live, &headers, &mut asked).await;
+    let explanation = explanation(core, &live, &asked);
     let value = serde_json::to_value(&explanation)
         .map_err(|error| ApiError::unavailable(error.to_string()))?;
     Ok(json_response(StatusCode::OK, &value))
@@ -51,6 +55,7 @@ fn explanation(core: &Core, live: &LiveSetup, asked: &CompletionRequest) -> Expl
         tokens,
         prefix: asked.prompt.prefix,
         chunks: &asked.prompt.chunks,
+        token_ids: asked.prompt.tokens.as_deref(),
         model,
         avoid: &[],
         now: Instant::now(),

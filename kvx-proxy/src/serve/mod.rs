@@ -36,7 +36,7 @@ use tokio::time::Instant;
 use self::idle::OpenRequests;
 use self::listener::ClientListener;
 use crate::error::{Error, Result};
-use crate::fleet::watch;
+use crate::fleet::{subscribe, watch};
 use crate::log::AccessLogger;
 use crate::recording::writer::Recorder;
 use crate::relay::core::{Core, LiveSetup};
@@ -208,6 +208,7 @@ impl Proxy {
         let core = Arc::clone(&self.core);
         let missed = move |blocks: &KeptBlocks, why: &str| core.errors.add(&blocks.instance, why);
         let releasing = tokio::spawn(Arc::clone(&self.core.releases).serve(missed));
+        let subscribing = tokio::spawn(subscribe::subscribe(Arc::clone(&self.core)));
         let router = routes::router(Arc::clone(&self.core));
         let limits = self.core.live().setup.limits.clone();
         let http2 = Http2 {
@@ -254,6 +255,7 @@ impl Proxy {
             () = end => {}
         }
         watching.abort();
+        subscribing.abort();
         drop(listener);
         // Let connections send their last bytes.
         closing.send_replace(true);

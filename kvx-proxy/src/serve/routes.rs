@@ -19,7 +19,7 @@ use crate::fleet::missing::{self, BOTH};
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::{Core, LiveSetup};
 use crate::relay::job::{Job, JobResult};
-use crate::relay::{decode_only, disaggregated};
+use crate::relay::{decode_only, disaggregated, tokens};
 use crate::request::{CompletionRequest, PassthroughRequest, headers, plain_path};
 
 type Shared = State<Arc<Core>>;
@@ -176,7 +176,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
         let mut job = job.admit().await?;
         let prefix_tokens = job.live.setup.prefix_tokens;
         let parse = move |body| CompletionRequest::new(body, prefix_tokens);
-        let (asked, mut permit) = match parsed(body, permit, parse).await {
+        let (mut asked, mut permit) = match parsed(body, permit, parse).await {
             Ok(parsed) => parsed,
             Err(refusal) => return Err(job.refused(refusal)),
         };
@@ -190,6 +190,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
         }
         job.record.model(asked.model.as_deref());
         job.record.prompt(&asked);
+        tokens::find(&core, &job.live, &job.headers, &mut asked).await;
         disaggregated::completion(job, asked).await
     };
     until_the_end(&core, span, work).await

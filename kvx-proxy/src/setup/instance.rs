@@ -8,6 +8,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 
 use crate::error::{Error, Result};
+use crate::zmtp::parse_endpoint;
 
 /// The configuration of one server.
 #[derive(Clone, Debug, PartialEq)]
@@ -28,6 +29,19 @@ pub struct InstanceSetup {
     pub h2c: bool,
     /// Instances with different values are not paired; one without a value pairs with all.
     pub compatibility: Option<String>,
+    /// Where the instance publishes the events of its prefix cache.
+    pub events: Option<EventSource>,
+}
+
+/// Where an instance publishes the events of its prefix cache, as vLLM's `--kv-events-config` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EventSource {
+    /// Host and port of the publisher.
+    pub endpoint: (String, u16),
+    /// Host and port of its replays. Without them the router knows only what was published since
+    /// it has subscribed.
+    pub replay: Option<(String, u16)>,
 }
 
 impl InstanceSetup {
@@ -63,7 +77,51 @@ impl InstanceSetup {
             bootstrap_port: None,
             h2c: false,
             compatibility: None,
+            events: None,
         })
+    }
+
+    /// Sets the endpoints of its events, such as `tcp://10.0.0.1:5557`. A host `*`, as vLLM's
+    /// configuration has it, is that of the instance. An empty endpoint switches events, or replays, off.
+    ///
+    /// # Errors
+    ///
+    /// Fails if an endpoint is invalid, or a replay has no events.
+    pub fn set_events(&mut self, endpoint: Option<&str>, replay: Option<&str>) -> Result<()> {
+        let host = self.url.host().unwrap_or_default().trim_matches(['[', ']']).to_owned();
+        let name = self.name().to_owned();
+        let parse = |key: &str, endpoint: &str| match parse_endpoint(endpoint) {
+            Ok((any, port)) if any == "*" => Ok((host.clone(), port)),
+            Ok(parsed) => Ok(parsed),
+            Err(error) => Err(Error::new(format!("{key} of {name}: {error}"))),
+        };
+        match endpoint {
+            None => {}
+            Some("") => self.events = None,
+            Some(endpoint) => {
+                let replay = self.events.take().and_then(|events| events.replay);
+                let endpoint = parse("events", endpoint)?;
+                self.events = Some(EventSource { endpoint, replay });
+            }
+        }
+        match (replay, &mut self.events) {
+            (None, _) => {}
+            (Some(""), Some(events)) => events.replay = None,
+            (Some(replay), Some(events)) => events.replay = Some(parse("events_replay", replay)?),
+            (Some(_), None) => {
+                return Err(Error::new(format!(
+                    "{name} has events_replay and no events; set both"
+                )));
+            }
+        }
+        if self.events.is_some() && self.ranks > 1 {
+            return Err(Error::new(format!(
+                "{name} has events and {} ranks; each rank publishes its own, so leave one of \
+                 both out",
+                self.ranks
+            )));
+        }
+        Ok(())
     }
 
     /// Returns `HOST:PORT`, which names it in metrics, logs and errors.
@@ -83,6 +141,8 @@ pub(crate) struct InstanceTable {
     bootstrap_port: Option<u16>,
     http: Option<String>,
     compatibility: Option<String>,
+    events: Option<String>,
+    events_replay: Option<String>,
 }
 
 impl InstanceTable {
@@ -122,6 +182,7 @@ impl InstanceTable {
         instance.draining = self.draining.unwrap_or(instance.draining);
         instance.bootstrap_port = self.bootstrap_port.or(instance.bootstrap_port);
         instance.compatibility = self.compatibility.or(instance.compatibility);
+        instance.set_events(self.events.as_deref(), self.events_replay.as_deref())?;
         Ok(instance)
     }
 }

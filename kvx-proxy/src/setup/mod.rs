@@ -16,8 +16,8 @@ use serde::de::Deserializer;
 
 pub use api_key::{ApiKey, FleetSecret};
 pub use check::Finding;
-pub use instance::InstanceSetup;
 pub(crate) use instance::InstanceTable;
+pub use instance::{EventSource, InstanceSetup};
 
 use crate::error::{Error, Result};
 use crate::release::BlockReleaser;
@@ -559,6 +559,15 @@ mod tests {
             ("[[pool]]\nprefill = ['http://u@a:1']", "has a user"),
             ("[[pool]]\nprefill = [{ url = 'http://a:1', weigth = 2 }]", "weigth"),
             ("[[pool]]\nprefill = [{ url = 'http://a:1', weight = 0 }]", "above 0"),
+            ("[[pool]]\ndecode = [{ url = 'http://a:1', events = 'a:5' }]", "tcp://HOST:PORT"),
+            (
+                "[[pool]]\ndecode = [{ url = 'http://a:1', events_replay = 'tcp://*:5' }]",
+                "no events",
+            ),
+            (
+                "[[pool]]\ndecode = [{ url = 'http://a:1', events = 'tcp://*:5', ranks = 2 }]",
+                "each rank",
+            ),
             ("[[pool]]\ndecode = ['http://a:1', 'http://a:1/']", "twice"),
             ("[[pool]]\n[[pool]]", "two pools"),
             ("[retries]\nattempts = 0", "retries.attempts is 0"),

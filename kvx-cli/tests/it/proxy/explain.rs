@@ -66,10 +66,11 @@ pub(crate) async fn says_where_a_request_goes_and_why() {
     // Seven chunks of 256 tokens are cached; asking changes nothing.
     for _ in 0..3 {
         let explained = explain(&fleet, file.path());
-        assert_eq!(row(&explained, &has), format!("-> {has} default up 0 1792 208 1 208"));
-        assert_eq!(row(&explained, &other), format!("{other} default up 0 0 2000 1 2000"));
-        let excluded =
-            format!("{down} default down 0 0 2000 1 - it is down: GET /health answered 503");
+        assert_eq!(row(&explained, &has), format!("-> {has} default up 0 1792 history 208 1 208"));
+        assert_eq!(row(&explained, &other), format!("{other} default up 0 0 history 2000 1 2000"));
+        let excluded = format!(
+            "{down} default down 0 0 history 2000 1 - it is down: GET /health answered 503"
+        );
         assert_eq!(row(&explained, &down), excluded);
         let why = format!(
             "{has}, because it would finish first: its cost is 208, the next best has 2000"

@@ -1,0 +1,80 @@
+//! A prompt's tokens, and the keys of its blocks.
+
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+/// The block sizes of a fleet whose keys are kept for a prompt.
+const SIZES: usize = 8;
+
+/// The key of this process's hashes: clients cannot choose prompts with equal ones.
+static KEY: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+
+/// A key of a block: a hash of its tokens and of all before them. Unlike the engines' hashes it is
+/// the same for all of them.
+pub(crate) type BlockKey = u64;
+
+/// Returns the key of the block of `tokens` that follows another, or begins a prompt.
+pub(crate) fn block_key(parent: Option<BlockKey>, tokens: &[u32]) -> BlockKey {
+    let mut hasher = KEY.build_hasher();
+    hasher.write_u64(parent.unwrap_or(0));
+    tokens.iter().for_each(|token| hasher.write_u32(*token));
+    hasher.finish()
+}
+
+/// A prompt's tokens.
+#[derive(Debug)]
+pub(crate) struct PromptTokens {
+    ids: Box<[u32]>,
+    /// The keys of its full blocks, by block size.
+    keys: Mutex<Vec<(u32, Arc<[BlockKey]>)>>,
+}
+
+impl PartialEq for PromptTokens {
+    fn eq(&self, other: &Self) -> bool {
+        self.ids == other.ids
+    }
+}
+
+impl PromptTokens {
+    pub(crate) fn new(ids: Vec<u32>) -> Self {
+        PromptTokens { ids: ids.into(), keys: Mutex::default() }
+    }
+
+    pub(crate) fn count(&self) -> u64 {
+        self.ids.len() as u64
+    }
+
+    /// Returns the keys of the prompt's full blocks. An engine computes the last token in any case,
+    /// so a block that ends with it is not among them.
+    pub(crate) fn keys(&self, block_size: u32) -> Arc<[BlockKey]> {
+        let mut known = self.keys.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, keys)) = known.iter().find(|(size, _)| *size == block_size) {
+            return Arc::clone(keys);
+        }
+        let useful = self.ids.len().saturating_sub(1);
+        let mut parent = None;
+        let blocks = self.ids[..useful].chunks_exact(block_size.max(1) as usize);
+        let keys: Arc<[BlockKey]> =
+            blocks.map(|tokens| *parent.insert(block_key(parent, tokens))).collect();
+        if known.len() < SIZES {
+            known.push((block_size, Arc::clone(&keys)));
+        }
+        keys
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_covers_all_tokens_before_the_block() {
+        let keys = |ids: &[u32]| PromptTokens::new(ids.to_vec()).keys(2).to_vec();
+        let [one, other] = [keys(&[1, 2, 3, 4, 5]), keys(&[9, 2, 3, 4, 5])];
+        assert_eq!(one.len(), 2);
+        assert!(one[0] != other[0] && one[1] != other[1]);
+        assert_eq!(keys(&[1, 2, 3, 4]), one[..1], "the last token is computed");
+        assert_eq!(one[1], block_key(Some(block_key(None, &[1, 2])), &[3, 4]));
+        assert!(keys(&[]).is_empty());
+    }
+}

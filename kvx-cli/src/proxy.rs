@@ -47,6 +47,13 @@ pub(crate) struct Arguments {
     /// The policy for choosing instances: cached, least-tokens, round-robin or prefix.
     #[arg(long, value_name = "HOW")]
     choice: Option<String>,
+    /// The endpoint where an instance publishes the events of its prefix cache, by which `cached`
+    /// knows it: `10.0.0.1:8100=tcp://10.0.0.1:5557`.
+    #[arg(long, value_name = "HOST:PORT=ENDPOINT")]
+    events: Vec<String>,
+    /// The endpoint where the instance replays earlier events.
+    #[arg(long, value_name = "HOST:PORT=ENDPOINT")]
+    events_replay: Vec<String>,
     /// The instances that compute prompts while no prefill instance is up: off for none (such
     /// requests get 503), or decode, for at most a tenth of the decode instances' load.
     #[arg(long, value_name = "WHO")]
@@ -104,7 +111,7 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
-    fn setup(&self) -> Result<Setup> {
+    fn setup(&self, is_reload: bool) -> Result<Setup> {
         let mut setup = match &self.config {
             Some(path) => Setup::from_file(path)?,
             None => Setup::default(),
@@ -131,6 +138,15 @@ impl Arguments {
                 &self.decoder_hosts,
                 &self.decoder_ports,
             )?];
+        }
+        for (flag, all) in [("--events", &self.events), ("--events-replay", &self.events_replay)] {
+            for one in all {
+                match set_events(&mut setup, flag, one) {
+                    // The new file may lack the instance on purpose.
+                    Err(NoEvents::NoInstance(why)) if is_reload => eprintln!("kvx: {why}"),
+                    set => set?,
+                }
+            }
         }
         setup.host = self.host.clone().unwrap_or(setup.host);
         setup.port = self.port.unwrap_or(setup.port);
@@ -170,6 +186,45 @@ impl Arguments {
     }
 }
 
+/// Why the endpoint of an instance's events was not set.
+enum NoEvents {
+    NoInstance(String),
+    Invalid(String),
+}
+
+impl From<NoEvents> for Box<dyn std::error::Error> {
+    fn from(error: NoEvents) -> Self {
+        let (NoEvents::NoInstance(why) | NoEvents::Invalid(why)) = error;
+        why.into()
+    }
+}
+
+/// Sets the endpoint of an instance's events, or of their replay, in all its roles.
+fn set_events(setup: &mut Setup, flag: &str, one: &str) -> std::result::Result<(), NoEvents> {
+    let Some((name, endpoint)) = one.split_once('=') else {
+        let why = format!("{flag} {one}: write HOST:PORT=tcp://HOST:PORT");
+        return Err(NoEvents::Invalid(why));
+    };
+    let pools = setup.pools.iter_mut();
+    let instances = pools.flat_map(|pool| pool.prefill.iter_mut().chain(&mut pool.decode));
+    let mut count = 0;
+    for instance in instances.filter(|instance| instance.name() == name) {
+        let set = match flag {
+            "--events" => instance.set_events(Some(endpoint), None),
+            _ => instance.set_events(None, Some(endpoint)),
+        };
+        set.map_err(|error| NoEvents::Invalid(error.to_string()))?;
+        count += 1;
+    }
+    match count {
+        0 => {
+            let why = format!("{flag} {one}: no instance is {name}; --check lists them");
+            Err(NoEvents::NoInstance(why))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Runs the command.
 pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
@@ -181,7 +236,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
         let explained = kvx_proxy::explain(&arguments.router, &request, key.as_deref());
         return Ok(write!(out, "{}", runtime.block_on(explained)?)?);
     }
-    let setup = arguments.setup()?;
+    let setup = arguments.setup(false)?;
     if arguments.check {
         return check(&runtime.block_on(kvx_proxy::check(setup)), out);
     }
@@ -190,7 +245,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<(
     let output = Box::new(out.get_ref().try_clone()?);
     let arguments = arguments.clone();
     let reread =
-        move || arguments.setup().map_err(|error| kvx_proxy::Error::from(error.to_string()));
+        move || arguments.setup(true).map_err(|error| kvx_proxy::Error::from(error.to_string()));
     let started = |address| eprintln!("kvx: listening on {scheme}://{address}");
     let served = runtime.block_on(kvx_proxy::serve(setup, reread, output, started));
     // A name lookup, or a write to a log without a reader, may still be in progress.
@@ -335,7 +390,7 @@ mod tests {
 
     fn setup(line: &str) -> Result<Setup> {
         let words = std::iter::once("proxy").chain(line.split_ascii_whitespace());
-        Program::try_parse_from(words)?.arguments.setup()
+        Program::try_parse_from(words)?.arguments.setup(false)
     }
 
     fn names(setup: &Setup) -> (Vec<&str>, Vec<&str>) {
@@ -454,6 +509,20 @@ mod tests {
     }
 
     #[test]
+    fn events_of_instances_are_flags_too() {
+        let line = "--prefill http://a:1 --prefill http://b:1 --decode http://a:1 --events a:1=tcp://*:5 \
+                    --events-replay a:1=tcp://r:6";
+        let setup = setup(line).unwrap();
+        let [pool] = &setup.pools[..] else { panic!("one pool") };
+        for one in [&pool.prefill[0], &pool.decode[0]] {
+            let events = one.events.as_ref().unwrap();
+            assert_eq!(events.endpoint, ("a".to_owned(), 5));
+            assert_eq!(events.replay, Some(("r".to_owned(), 6)));
+        }
+        assert_eq!(pool.prefill[1].events, None);
+    }
+
+    #[test]
     fn mistakes_are_named() {
         let cases = [
             ("--prefiller-hosts a b", "2 prefill hosts and 1 prefill ports"),
@@ -464,6 +533,10 @@ mod tests {
             ("--prefill a:1", "http://HOST:PORT"),
             ("--prefill http://a:1 some", "http://HOST:PORT"),
             ("--prefill none", "must follow the URL"),
+            ("--events localhost:8100", "HOST:PORT=tcp://HOST:PORT"),
+            ("--events a:1=tcp://b:2", "no instance is a:1"),
+            ("--events localhost:8100=b:2", "tcp://HOST:PORT"),
+            ("--events-replay localhost:8100=tcp://b:2", "no events"),
         ];
         for (line, words) in cases {
             let error = setup(line).unwrap_err().to_string();

@@ -2,6 +2,7 @@
 
 mod corruption;
 pub mod engine;
+pub mod events;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod http;

@@ -15,6 +15,7 @@ use tokio::net::TcpListener;
 
 use crate::corruption::CorruptingMover;
 use crate::engine::{Engine, Forward, Limits, Mover, NoMover, Running};
+use crate::events::{self, CachePublisher, EventsConfig};
 use crate::http::{self, Hosts, JOIN_TIMEOUT, JoinRequest, Keys, Recorder, Service, SharedConfig};
 use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust, Secret};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
@@ -81,6 +82,8 @@ pub struct Options {
     pub raw_logits: bool,
     /// Corrupts one moved block, to show that moved blocks determine the answers.
     pub spoil: bool,
+    /// The events of the prefix caches, if they are published.
+    pub events: Option<EventsConfig>,
     /// The configuration of peers, if there are any.
     pub transfer: Option<KvTransferConfig>,
     /// The fleet's secret, with which the hosts of this server authenticate each other.
@@ -236,6 +239,7 @@ impl PreparedEngine {
         self,
         options: &Options,
         tokenizer: &Arc<Tokenizer>,
+        events: Option<CachePublisher>,
     ) -> Result<(Vec<RankProcess>, Running)> {
         let PreparedEngine { mut ranks, computing, limits, .. } = self;
         let len = ranks.setup.shape.block_bytes() * computing.kernel_per_block as usize;
@@ -246,7 +250,8 @@ impl PreparedEngine {
             let spoiling = CorruptingMover { mover, memory, len, fill: HashMap::new() };
             Ok(if options.spoil { Box::new(spoiling) } else { Box::new(spoiling.mover) })
         };
-        let running = Engine::start(limits.clone(), Box::new(computing), tokenizer.clone(), mover)?;
+        let (limits, model) = (limits.clone(), Box::new(computing));
+        let running = Engine::start(limits, model, tokenizer.clone(), events, mover)?;
         for process in &ranks.processes {
             let engine = running.engine().clone();
             process.watch(move |why| engine.fail(why))?;
@@ -286,6 +291,12 @@ impl Options {
             here.start,
             here.end.saturating_sub(1)
         )))
+    }
+
+    /// Returns the publisher of an engine's events, if they are published.
+    fn publisher(&self, engine: usize) -> Option<CachePublisher> {
+        let config = self.events.as_ref()?;
+        Some(CachePublisher::new(engine, config.buffer_steps))
     }
 
     /// Returns the number of threads of each rank, given the number of engines.
@@ -341,10 +352,22 @@ pub async fn serve(
         RequestSource::Clients(listener) => Some(listener.local_addr().map_err(ModelError::of)?),
         RequestSource::Head(_) => None,
     };
-    let start = |one: PreparedEngine| one.start(&options, &tokenizer);
+    let publishers: Vec<_> = engines.clone().map(|engine| options.publisher(engine)).collect();
+    let mut listening = Vec::new();
+    if let Some(config) = &options.events {
+        for (engine, publisher) in engines.clone().zip(publishers.iter().flatten()) {
+            listening.push(events::listen(publisher, config, engine).await?);
+        }
+    }
+    let start = |(one, events): (PreparedEngine, _)| one.start(&options, &tokenizer, events);
     // The order matters: the processes are declared first, so they are dropped last.
-    let (processes, running): (Vec<_>, Vec<_>) =
-        opened.into_iter().map(start).collect::<Result<Vec<_>>>()?.into_iter().unzip();
+    let (processes, running): (Vec<_>, Vec<_>) = opened
+        .into_iter()
+        .zip(publishers)
+        .map(start)
+        .collect::<Result<Vec<_>>>()?
+        .into_iter()
+        .unzip();
     let shared = SharedConfig {
         model: options.model.clone(),
         data_parallel_size: options.data_parallel_size,

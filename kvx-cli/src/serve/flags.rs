@@ -2,6 +2,7 @@
 
 use clap::{Arg, ArgAction, CommandFactory as _, FromArgMatches as _, Parser, error, parser};
 use kvx_core::backend::nearest;
+use kvx_paged_llama::events::EventsConfig;
 
 use super::security;
 
@@ -93,6 +94,11 @@ pub(super) struct Flags {
     /// Compute prefixes that requests have in common once for each request.
     #[arg(long)]
     pub(super) no_enable_prefix_caching: bool,
+    /// Publish the events of the prefix cache, as vLLM does: JSON with enable_kv_cache_events,
+    /// endpoint [default: tcp://127.0.0.1:5557], replay_endpoint, buffer_steps, hwm and topic. They
+    /// carry prompts as token ids, to everyone who reaches the endpoint.
+    #[arg(long, value_name = "JSON", value_parser = events)]
+    pub(super) kv_events_config: Option<EventsConfig>,
     /// Report in `usage` how many tokens of the prompt came from the cache.
     #[arg(long)]
     pub(super) enable_prompt_tokens_details: bool,
@@ -268,6 +274,10 @@ fn count(value: &str) -> Result<usize, String> {
         .ok_or_else(|| "write a count, such as 512, 2k or 1G".to_owned())
 }
 
+fn events(value: &str) -> Result<EventsConfig, String> {
+    EventsConfig::from_json(value).map_err(|error| error.to_string())
+}
+
 fn ranks(value: &str) -> Result<usize, String> {
     let is_supported = |ranks: &usize| matches!(ranks, 1 | 2 | 4 | 8);
     count(value)
@@ -416,6 +426,9 @@ mod tests {
             ("m --kv-cache-dtype fp8", "[possible values: auto, float32, bfloat16]"),
             ("m --logprobs-mode processed_logits", "raw_logprobs, raw_logits"),
             ("m --max-logprobs all", "write a count"),
+            ("m --kv-events-config {\"endpiont\":1}", "unknown field `endpiont`"),
+            ("m --kv-events-config {\"endpoint\":\"ipc://a\"}", "tcp://HOST:PORT"),
+            ("m --kv-events-config {\"publisher\":\"kafka\"}", "this server has \"zmq\""),
         ] {
             let error = parse(line).unwrap_err().to_string();
             assert!(error.contains(words), "{line}: {error}");

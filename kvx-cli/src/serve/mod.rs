@@ -11,6 +11,7 @@ use std::process::Command;
 
 use kvx::Secret;
 use kvx::config::{KvCacheLayout, KvTransferConfig, Surroundings};
+use kvx_paged_llama::events::EventsConfig;
 use kvx_paged_llama::http::Recorder;
 use kvx_paged_llama::model::{Dtype, PoolLayout};
 use kvx_paged_llama::rank;
@@ -146,6 +147,7 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         most_logprobs: flags.max_logprobs,
         raw_logits: flags.logprobs_mode == "raw_logits",
         spoil: flags.spoil_a_moved_block,
+        events: flags.kv_events_config.filter(EventsConfig::is_on),
         transfer: transfer.is_kv_transfer_instance().then_some(transfer),
         secret: Secret::from_environment()?,
     })

@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use sha2::{Digest as _, Sha256};
 
+use crate::events::CacheChanges;
+
 /// A hash of a full block's tokens and of all tokens before them. Blocks with the same hash are
 /// interchangeable.
 pub(crate) type Hash = [u8; 32];
@@ -37,6 +39,8 @@ pub(crate) struct Blocks {
     /// Blocks that no request may use again.
     lost: BTreeSet<u32>,
     remembers: bool,
+    /// The changes to publish, if they are published.
+    changes: Option<CacheChanges>,
 }
 
 impl Blocks {
@@ -52,7 +56,18 @@ impl Blocks {
             clock: 0,
             lost: BTreeSet::new(),
             remembers,
+            changes: None,
         }
+    }
+
+    /// Records changes of the cache, for [`changes`](Self::changes).
+    pub(crate) fn record_changes(&mut self) {
+        self.changes = Some(CacheChanges::default());
+    }
+
+    /// Returns the recorded changes, if they are recorded.
+    pub(crate) fn changes(&mut self) -> Option<&mut CacheChanges> {
+        self.changes.as_mut()
     }
 
     /// Returns the number of blocks that requests can use.
@@ -103,8 +118,15 @@ impl Blocks {
         Some(taken)
     }
 
-    /// Caches a held block that is full, under its hash.
-    pub(crate) fn remember(&mut self, block: u32, hash: Hash) {
+    /// Caches a held block that is full, under its hash. Its tokens follow the block with the hash
+    /// `before`.
+    pub(crate) fn remember(
+        &mut self,
+        block: u32,
+        hash: Hash,
+        before: Option<&Hash>,
+        tokens: &[u32],
+    ) {
         // Of two blocks with the same hash, only the first is cached.
         if self.remembers
             && self.hashes[block as usize].is_none()
@@ -112,6 +134,9 @@ impl Blocks {
         {
             self.known.insert(hash, block);
             self.hashes[block as usize] = Some(hash);
+            if let Some(changes) = &mut self.changes {
+                changes.stored(&hash, before, tokens);
+            }
         }
     }
 
@@ -119,6 +144,9 @@ impl Blocks {
     pub(crate) fn forget(&mut self, block: u32) {
         if let Some(hash) = self.hashes[block as usize].take() {
             self.known.remove(&hash);
+            if let Some(changes) = &mut self.changes {
+                changes.removed(&hash);
+            }
         }
     }
 
@@ -182,8 +210,8 @@ mod tests {
         let mut blocks = Blocks::new(3, true);
         let hashes = chain(&[&[1], &[2]]);
         let held = blocks.take(2).unwrap();
-        blocks.remember(held[0], hashes[0]);
-        blocks.remember(held[1], hashes[1]);
+        blocks.remember(held[0], hashes[0], None, &[1]);
+        blocks.remember(held[1], hashes[1], Some(&hashes[0]), &[2]);
         blocks.release(&held);
         assert_eq!(blocks.free(), 3);
         assert_eq!(blocks.find(&hashes), held);
@@ -200,7 +228,7 @@ mod tests {
         let mut blocks = Blocks::new(1, true);
         let hashes = chain(&[&[1]]);
         let held = blocks.take(1).unwrap();
-        blocks.remember(held[0], hashes[0]);
+        blocks.remember(held[0], hashes[0], None, &[1]);
         assert_eq!(blocks.find(&hashes), held);
         blocks.release(&held);
         assert_eq!(blocks.take(1), None);
@@ -213,7 +241,7 @@ mod tests {
         let mut blocks = Blocks::new(2, true);
         let hashes = chain(&[&[1]]);
         let held = blocks.take(1).unwrap();
-        blocks.remember(held[0], hashes[0]);
+        blocks.remember(held[0], hashes[0], None, &[1]);
         blocks.lose(&held);
         assert_eq!((blocks.usable(), blocks.free()), (1, 1));
         assert!(blocks.find(&hashes).is_empty());
@@ -224,7 +252,30 @@ mod tests {
         let mut blocks = Blocks::new(1, false);
         let hashes = chain(&[&[1]]);
         let held = blocks.take(1).unwrap();
-        blocks.remember(held[0], hashes[0]);
+        blocks.remember(held[0], hashes[0], None, &[1]);
         assert!(blocks.find(&hashes).is_empty());
+    }
+
+    #[test]
+    fn changes_of_the_cache_are_recorded_in_their_order() {
+        use kvx_vllm::events::{BlockHash, CacheEvent};
+        let mut blocks = Blocks::new(2, true);
+        blocks.record_changes();
+        let hashes = chain(&[&[1], &[2]]);
+        let held = blocks.take(2).unwrap();
+        blocks.remember(held[0], hashes[0], None, &[1]);
+        blocks.remember(held[1], hashes[1], Some(&hashes[0]), &[2]);
+        blocks.remember(held[1], hashes[1], Some(&hashes[0]), &[2]);
+        blocks.release(&held);
+        blocks.take(2).unwrap();
+        let changes = blocks.changes().unwrap().take();
+        let name = |at: usize| BlockHash(u64::from_be_bytes(*hashes[at].last_chunk().unwrap()));
+        let [CacheEvent::Stored(stored), CacheEvent::Removed(removed)] = &changes[..] else {
+            panic!("{changes:?}")
+        };
+        assert_eq!((&stored.hashes[..], stored.parent), (&[name(0), name(1)][..], None));
+        assert_eq!((&stored.tokens[..], stored.block_size), (&[1, 2][..], 1));
+        assert_eq!(removed.hashes, [name(1), name(0)], "the end of the chain first");
+        assert!(blocks.changes().unwrap().take().is_empty());
     }
 }

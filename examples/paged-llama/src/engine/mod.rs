@@ -25,6 +25,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 pub use self::mover::{FinishedRequest, Mover, NoMover, Wake};
 pub use self::sampling::{Logprob, Sampling};
 use self::step::EngineLoop;
+use crate::events::CachePublisher;
 use crate::kv::TransferParams;
 use crate::model::{Chunk, ModelError as Error, Result};
 use crate::tokenizer::Tokenizer;
@@ -172,7 +173,8 @@ pub struct Answer {
 }
 
 impl Engine {
-    /// Starts the thread. `mover` receives a function that wakes the engine.
+    /// Starts the thread. `mover` receives a function that wakes the engine. Changes of the prefix
+    /// cache are published as `events`.
     ///
     /// # Errors
     ///
@@ -181,6 +183,7 @@ impl Engine {
         limits: Limits,
         model: Box<dyn Forward>,
         tokenizer: Arc<Tokenizer>,
+        events: Option<CachePublisher>,
         mover: impl FnOnce(Wake) -> Result<Box<dyn Mover>>,
     ) -> Result<Running> {
         let needed = limits.model_len.div_ceil(limits.block_size);
@@ -201,7 +204,7 @@ impl Engine {
         let number = limits.engine;
         let run = move || {
             let dies = DeathNotice(dead);
-            let ended = EngineLoop::new(limits, model, tokenizer, mover).run(&received);
+            let ended = EngineLoop::new(limits, model, tokenizer, mover, events).run(&received);
             drop(dies);
             if let Err(why) = &ended {
                 tracing::error!("engine {number} has ended: {why}; start the server again");

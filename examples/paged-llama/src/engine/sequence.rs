@@ -121,7 +121,9 @@ impl Sequence {
         let full = self.computed / block_size;
         self.hashes(full, block_size);
         for at in from / block_size..full {
-            blocks.remember(self.blocks[at], self.hashes[at]);
+            let before = at.checked_sub(1).map(|before| &self.hashes[before]);
+            let tokens = &self.tokens[at * block_size..(at + 1) * block_size];
+            blocks.remember(self.blocks[at], self.hashes[at], before, tokens);
         }
     }
 

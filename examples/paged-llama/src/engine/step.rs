@@ -10,6 +10,7 @@ use super::metrics::EngineMetrics;
 use super::mover::{FinishedRequest, Mover};
 use super::sequence::{SampledToken, Sequence};
 use super::{Command, FinishReason, Forward, Limits};
+use crate::events::CachePublisher;
 use crate::kv::{Kept, Outcome, Status, Then};
 use crate::model::{Chunk, LogitsScope, ModelError as Error, Result};
 use crate::tokenizer::Tokenizer;
@@ -24,6 +25,7 @@ pub(super) struct EngineLoop {
     tokenizer: Arc<Tokenizer>,
     mover: Box<dyn Mover>,
     blocks: Blocks,
+    events: Option<CachePublisher>,
     /// Requests in the order in which they get blocks. Some already have a few.
     waiting: VecDeque<Sequence>,
     /// Requests whose blocks a peer is filling.
@@ -41,8 +43,12 @@ impl EngineLoop {
         model: Box<dyn Forward>,
         tokenizer: Arc<Tokenizer>,
         mover: Box<dyn Mover>,
+        events: Option<CachePublisher>,
     ) -> Self {
-        let blocks = Blocks::new(limits.blocks, limits.prefix_cache);
+        let mut blocks = Blocks::new(limits.blocks, limits.prefix_cache);
+        if events.is_some() {
+            blocks.record_changes();
+        }
         EngineLoop {
             counts: Arc::new(EngineMetrics::of(limits.engine)),
             limits,
@@ -50,6 +56,7 @@ impl EngineLoop {
             tokenizer,
             mover,
             blocks,
+            events,
             waiting: VecDeque::new(),
             loading: HashMap::new(),
             running: Vec::new(),
@@ -92,6 +99,7 @@ impl EngineLoop {
             if !computed {
                 self.measure();
             }
+            self.publish();
             idle = !admitted && !computed;
             let nobody =
                 self.waiting.is_empty() && self.loading.is_empty() && self.running.is_empty();
@@ -337,8 +345,10 @@ impl EngineLoop {
             let params = self.end(&sequence, status, Kept::Request);
             over.push((sequence, chosen, params));
         }
-        // Update the metrics first: a client that has its answer must not find the request in them.
+        // Update the metrics and publish first: a client that has its answer must not find the
+        // request in them.
         self.measure();
+        self.publish();
         for (mut sequence, chosen, params) in over {
             sequence.tell(chosen, params);
         }
@@ -423,6 +433,12 @@ impl EngineLoop {
             if youngest == at {
                 return false;
             }
+        }
+    }
+
+    fn publish(&mut self) {
+        if let (Some(events), Some(changes)) = (&self.events, self.blocks.changes()) {
+            events.publish(changes.take());
         }
     }
 

@@ -3,6 +3,7 @@
 mod backends;
 mod clients;
 mod demo;
+mod events;
 mod faults;
 mod fleets;
 pub(crate) mod guides;

@@ -29,7 +29,7 @@ fn limits(blocks: usize) -> Limits {
 fn start(limits: &Limits) -> (Running, Memory) {
     let memory = Memory::new(limits.blocks, limits.block_size);
     let running =
-        Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), |_| {
+        Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), None, |_| {
             Ok(Box::new(NoMover))
         });
     (running.expect("the engine starts"), memory)
@@ -325,7 +325,7 @@ fn engines_that_are_stopped_together_disconnect_concurrently() {
     let movers = [SlowMover { begins, other: first }, SlowMover { begins: other, other: second }];
     let engines = movers.map(|mover| {
         let memory = Box::new(Memory::new(16, 4));
-        Engine::start(limits(16), memory, Arc::new(bytes()), |_| Ok(Box::new(mover))).unwrap()
+        Engine::start(limits(16), memory, Arc::new(bytes()), None, |_| Ok(Box::new(mover))).unwrap()
     });
     Running::stop_all(Vec::from(engines)).unwrap();
 }
@@ -334,8 +334,9 @@ fn engines_that_are_stopped_together_disconnect_concurrently() {
 fn a_pool_that_is_too_small_is_rejected_with_a_remedy() {
     let memory = Memory::new(2, 4);
     let tiny = Limits { model_len: 64, ..limits(2) };
-    let error = Engine::start(tiny, Box::new(memory), Arc::new(bytes()), |_| Ok(Box::new(NoMover)))
-        .err()
-        .unwrap();
+    let error =
+        Engine::start(tiny, Box::new(memory), Arc::new(bytes()), None, |_| Ok(Box::new(NoMover)))
+            .err()
+            .unwrap();
     assert!(error.to_string().contains("--max-model-len to 8"), "{error}");
 }

@@ -86,7 +86,7 @@ fn start(limits: &Limits) -> (Running, Memory, Peer) {
     let (memory, peer) = (Memory::new(limits.blocks, limits.block_size), Peer::default());
     let for_engine = peer.clone();
     let running =
-        Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), |wake| {
+        Engine::start(limits.clone(), Box::new(memory.clone()), Arc::new(bytes()), None, |wake| {
             for_engine.0.lock().unwrap().wake = Some(wake);
             Ok(Box::new(for_engine))
         });

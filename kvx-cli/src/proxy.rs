@@ -34,10 +34,11 @@ pub(crate) struct Arguments {
     /// Ports of decode instances, one for each host [default: 8200].
     #[arg(long, alias = "decoder-port", num_args = 1.., value_name = "PORT")]
     decoder_ports: Vec<u16>,
-    /// A prefill instance, and the port of its Mooncake bootstrap server, or `none`.
+    /// A prefill instance, and the port of its Mooncake bootstrap server, or `none`. Several by DNS:
+    /// `dns+http://HOST:PORT` for each address, `dnssrv+http://NAME` for each SRV record.
     #[arg(long, num_args = 1..=2, value_names = ["URL", "BOOTSTRAP_PORT"])]
     prefill: Vec<String>,
-    /// A decode instance.
+    /// A decode instance, or several by DNS.
     #[arg(long, value_name = "URL")]
     decode: Vec<String>,
     /// NixlConnector, NixlPullConnector, NixlPushConnector or MooncakeConnector, for pools that

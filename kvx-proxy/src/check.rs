@@ -1,9 +1,11 @@
 //! Describes a configuration, and finds what would not work with it now.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
+use crate::discovery::{self, dns};
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
 use crate::fleet::watch;
@@ -13,8 +15,8 @@ use crate::relay::core::{Core, LiveSetup};
 use crate::serve;
 use crate::setup::{Finding, PoolConnector, Setup};
 
-/// Returns the [findings](Setup::findings). Also checks that the address can be bound and that the
-/// instances answer. Serves no requests.
+/// Returns the [findings](Setup::findings). Also checks that the address can be bound, that DNS
+/// answers, and that the instances do. Serves no requests.
 pub async fn check(setup: Setup) -> Vec<Finding> {
     let mut found = setup.findings();
     // The listener closes at once: only a failure matters.
@@ -33,6 +35,17 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     };
     let (core, _none_works) = Core::new(live, AccessLogger::off(), Recorder::off());
     let core = Arc::new(core);
+    // The providers report after their own timeout.
+    let limit = core.live().setup.discovery.timeout + Duration::from_secs(1);
+    for (provider, instances) in discovery::discover_once(&core, dns::providers, limit).await {
+        found.push(match instances {
+            Ok(0) => Finding::Beware(format!(
+                "{provider} finds no instance now: is the name right, and is one ready?"
+            )),
+            Ok(count) => Finding::Means(format!("{provider} finds {count} instances now")),
+            Err(why) => Finding::Fails(format!("{provider}: {why}")),
+        });
+    }
     let live = core.live();
     watch::round(&core, &live, watch::WatchScope::Everything).await;
     for one in live.fleet.all() {

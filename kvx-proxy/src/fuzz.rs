@@ -1,8 +1,13 @@
 //! Entry points of the fuzz targets, and a bounded, seeded run of each: no input may cause a panic.
 
 /// The targets, by the names of their corpora.
-pub const TARGETS: &[(&str, fn(&[u8]))] =
-    &[("proxy_sse", sse), ("proxy_body", body), ("proxy_headers", headers), ("proxy_setup", setup)];
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+    ("proxy_sse", sse),
+    ("proxy_body", body),
+    ("proxy_dns", dns),
+    ("proxy_headers", headers),
+    ("proxy_setup", setup),
+];
 
 /// Parses a stream of events, cut into pieces of the length in its first byte.
 pub fn sse(bytes: &[u8]) {
@@ -12,6 +17,11 @@ pub fn sse(bytes: &[u8]) {
 /// Parses the body of a completion.
 pub fn body(bytes: &[u8]) {
     crate::request::fuzz(bytes);
+}
+
+/// Parses an answer of a resolver, and its configuration.
+pub fn dns(bytes: &[u8]) {
+    crate::discovery::srv::fuzz(bytes);
 }
 
 /// Parses a client's headers, one per line.
@@ -63,6 +73,9 @@ mod tests {
         b"= ",
         b"'http://",
         b"99999999999999999999",
+        b"\xc0\x0c",
+        b"\0\x21\0\x01",
+        b"dns+http://",
     ];
 
     fn run(name: &str, seeds: &[&[u8]], check: fn(&[u8])) {
@@ -98,6 +111,16 @@ mod tests {
             b"traceparent: 00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\nx-prefiller-host-port: a\nte: trailers",
         ];
         run("headers", &seeds, headers);
+    }
+
+    #[test]
+    fn answers_of_resolvers() {
+        let seeds: [&[u8]; 2] = [
+            b"\x12\x34\x81\x80\0\x01\0\x01\0\0\0\0\x05_http\x04_tcp\x01p\0\0\x21\0\x01\
+              \xc0\x0c\0\x21\0\x01\0\0\0\x05\0\x0b\0\0\0\0\x1f\x90\x02p0\xc0\x17",
+            b"search a.test b.test\nnameserver 10.0.0.1\nnameserver fd00::1\noptions ndots:5\n",
+        ];
+        run("dns", &seeds, dns);
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod admission;
 mod body;
 mod check;
 mod compare;
+mod discovery;
 mod endpoint;
 mod error;
 mod explain;
@@ -36,8 +37,9 @@ pub use explain::{CandidateReport, Explanation, SideReport, explain};
 pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, ReleaseFuture};
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
-    AccessLog, ApiKey, Choice, ClientLimits, EventSource, Fallback, Finding, FleetSecret, Health,
-    InstanceSetup, Pool, PoolConnector, Retries, Setup, Timeouts, parse_duration, parse_size,
+    AccessLog, ApiKey, Choice, ClientLimits, Discovery, EventSource, Fallback, Finding,
+    FleetSecret, Health, InstanceSetup, Pool, PoolConnector, Retries, Setup, Timeouts,
+    parse_duration, parse_size,
 };
 
 /// Entry points of the benchmark `choice`.

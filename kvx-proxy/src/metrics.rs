@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::discovery::status::DiscoveryStatus;
 use crate::fleet::Fleet;
 use crate::release::ReleaseCounts;
 
@@ -58,6 +59,7 @@ impl Histogram {
 #[derive(Debug)]
 pub(crate) struct Metrics {
     pub(crate) started: Instant,
+    pub(crate) discovery: DiscoveryStatus,
     requests: Counts,
     routes: Counts,
     legs: Counts,
@@ -129,6 +131,7 @@ impl Default for Metrics {
         };
         Metrics {
             started: Instant::now(),
+            discovery: DiscoveryStatus::default(),
             requests: zeros(&RequestOutcome::ALL.map(|outcome| (outcome.as_str(), ""))),
             routes: Counts::default(),
             legs: Counts::default(),
@@ -308,6 +311,7 @@ impl Metrics {
         );
         self.prefill_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"prefill\"");
         self.decode_leg.write(into, "kvx_proxy_leg_seconds", "leg=\"decode\"");
+        self.discovery.write(into, head);
         instances(into, fleet);
         text
     }

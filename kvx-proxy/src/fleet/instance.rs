@@ -35,6 +35,20 @@ impl Role {
     }
 }
 
+/// Who has added an instance to the fleet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The configuration.
+    Setup,
+    /// An operator, through `/instances`.
+    Admin,
+    /// A provider of discovery, which found this identity.
+    Discovered { provider: Arc<str>, identity: Arc<str> },
+}
+
+/// The pool, the role and the name of an instance.
+pub(crate) type Place = (String, Role, String);
+
 /// The reason for an ejection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
@@ -82,8 +96,7 @@ pub(crate) struct Instance {
     /// The pool's index in the fleet.
     pub(crate) pool: usize,
     pub(crate) pool_name: String,
-    /// True if the instance was added through `/instances`.
-    pub(crate) added: bool,
+    pub(crate) origin: Origin,
     /// A hash of the instance's name, for prefix affinity.
     pub(crate) hash: u64,
     pub(crate) state: Arc<State>,
@@ -194,6 +207,11 @@ impl State {
     /// Returns true if a health check has completed, whatever its result.
     pub(crate) fn is_checked(&self) -> bool {
         self.checked.load(Relaxed)
+    }
+
+    /// Lets the next check ask for everything, as the first one does.
+    pub(crate) fn check_again(&self) {
+        self.checked.store(false, Relaxed);
     }
 
     /// Returns true if a request may be sent to the instance. After an ejection, one request may
@@ -390,6 +408,10 @@ impl State {
 impl Instance {
     pub(crate) fn name(&self) -> &str {
         self.setup.name()
+    }
+
+    pub(crate) fn place(&self) -> Place {
+        (self.pool_name.clone(), self.role, self.name().to_owned())
     }
 
     /// Returns the next data parallel rank, if the proxy chooses ranks for this instance.

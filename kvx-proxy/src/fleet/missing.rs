@@ -21,7 +21,8 @@ pub(crate) struct MissingSides {
 
 impl Fleet {
     /// Returns what each pool lacks in these roles to serve a request, for the model if it is
-    /// named. A pool without configured prefill instances lacks none.
+    /// named. A pool without prefill instances lacks none, unless
+    /// they are discovered.
     pub(crate) fn missing(
         &self,
         model: Option<ModelName<'_>>,
@@ -35,7 +36,7 @@ impl Fleet {
             if !of(Role::Prefill).chain(of(Role::Decode)).any(|one| serves(one)) {
                 continue;
             }
-            let needs_both = roles.contains(&Role::Prefill) && of(Role::Prefill).next().is_some();
+            let needs_both = roles.contains(&Role::Prefill) && self.needs_prefill(place);
             let up = |role: Role| of(role).filter(|one| serves(one)).filter(is_up);
             let lacks = |role: &&Role| {
                 (**role == Role::Decode || needs_both) && up(**role).next().is_none()

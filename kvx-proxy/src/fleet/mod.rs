@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use choice::{Candidates, Requirements, RoundRobin};
-use instance::{InFlight, Instance, Reason, Role, State};
+use instance::{InFlight, Instance, Origin, Reason, Role, State};
 use models::{ModelName, ModelNames};
 
 use crate::setup::{Choice, Fallback, Health, InstanceSetup, PoolConnector, Setup};
@@ -33,6 +33,8 @@ pub(crate) struct FleetPool {
     pub(crate) name: String,
     pub(crate) connector: PoolConnector,
     pub(crate) bidirectional: bool,
+    /// True if discovery may find prefill instances for it.
+    discovers_prefill: bool,
 }
 
 /// All instances, in no particular order. A changed configuration creates a new fleet.
@@ -53,8 +55,8 @@ pub(crate) struct Fleet {
 }
 
 impl Fleet {
-    /// Builds the fleet of a configuration. Instances of the fleet `before` keep their state.
-    /// Instances added through `/instances` stay as long as their pool exists.
+    /// Builds the fleet of a configuration. Instances of the fleet `before` keep their state. Those
+    /// that were added through `/instances`, or discovered, stay as long as their pool exists.
     pub(crate) fn new(setup: &Setup, before: Option<&Fleet>) -> Self {
         let mut fleet = Fleet {
             pools: Vec::new(),
@@ -73,48 +75,53 @@ impl Fleet {
                 name: pool.name.clone(),
                 connector: pool.connector.unwrap_or(setup.connector),
                 bidirectional: pool.bidirectional,
+                discovers_prefill: pool.prefill.iter().any(|one| one.records().is_some()),
             });
             for (role, instances) in [(Role::Prefill, &pool.prefill), (Role::Decode, &pool.decode)]
             {
-                for instance in instances {
-                    fleet.put(place, role, instance.clone(), false, before);
+                for instance in instances.iter().filter(|one| one.records().is_none()) {
+                    fleet.put(place, role, instance.clone(), Origin::Setup, before);
                 }
             }
         }
-        for old in before.into_iter().flat_map(Fleet::all).filter(|old| old.added) {
+        let added = |old: &&Arc<Instance>| old.origin != Origin::Setup;
+        for old in before.into_iter().flat_map(Fleet::all).filter(added) {
             let place = fleet.pools.iter().position(|pool| pool.name == old.pool_name);
             if let Some(place) = place
                 && fleet.find(place, old.role, old.name()).is_none()
             {
-                fleet.put(place, old.role, old.setup.clone(), true, before);
+                fleet.put(place, old.role, old.setup.clone(), old.origin.clone(), before);
             }
         }
         fleet
     }
 
-    /// Returns a copy with one instance added or changed.
+    /// Returns a copy with one instance added or changed by an operator. Discovery does not change
+    /// it any more.
     pub(crate) fn with(&self, pool: usize, role: Role, setup: InstanceSetup) -> Self {
-        let mut fleet = self.copy();
         let name = setup.name().to_owned();
-        let added = self.find(pool, role, &name).is_none_or(|known| known.added);
-        fleet.of_mut(role).retain(|one| one.pool != pool || one.name() != name);
-        fleet.put(pool, role, setup, added, Some(self));
+        let mut fleet = self.without(pool, role, &name);
+        let origin = match self.find(pool, role, &name).map(|known| &known.origin) {
+            Some(Origin::Setup) => Origin::Setup,
+            _ => Origin::Admin,
+        };
+        fleet.put(pool, role, setup, origin, Some(self));
         fleet
     }
 
     /// Returns a copy without one of its instances.
     pub(crate) fn without(&self, pool: usize, role: Role, name: &str) -> Self {
-        let mut fleet = self.copy();
-        fleet.of_mut(role).retain(|one| one.pool != pool || one.name() != name);
-        fleet
+        self.only(|one| one.pool != pool || one.role != role || one.name() != name)
     }
 
-    fn copy(&self) -> Self {
+    /// Returns a copy with the instances to keep.
+    pub(crate) fn only(&self, mut keep: impl FnMut(&Instance) -> bool) -> Self {
         let pools = self.pools.iter().map(|pool| FleetPool { name: pool.name.clone(), ..*pool });
+        let mut kept = |of: &[Arc<Instance>]| of.iter().filter(|one| keep(one)).cloned().collect();
         Fleet {
             pools: pools.collect(),
-            prefill: self.prefill.clone(),
-            decode: self.decode.clone(),
+            prefill: kept(&self.prefill),
+            decode: kept(&self.decode),
             names: Arc::clone(&self.names),
             prefill_turns: RoundRobin::default(),
             decode_turns: RoundRobin::default(),
@@ -123,12 +130,13 @@ impl Fleet {
         }
     }
 
-    fn put(
+    /// Adds an instance, with the state that it has in the fleet `before`.
+    pub(crate) fn put(
         &mut self,
         pool: usize,
         role: Role,
         setup: InstanceSetup,
-        added: bool,
+        origin: Origin,
         before: Option<&Fleet>,
     ) {
         let pool_name = self.pools[pool].name.clone();
@@ -138,7 +146,7 @@ impl Fleet {
         let state =
             known.map_or_else(|| Arc::new(State::default()), |known| Arc::clone(&known.state));
         let hash = choice::hash(setup.name().as_bytes());
-        let instance = Arc::new(Instance { setup, role, pool, pool_name, added, hash, state });
+        let instance = Arc::new(Instance { setup, role, pool, pool_name, origin, hash, state });
         self.of_mut(role).push(instance);
     }
 
@@ -323,17 +331,28 @@ impl Fleet {
             one.pool == pool && one.state.is_usable() && !one.setup.draining
         };
         (0..self.pools.len()).any(|pool| {
-            let alone = self.fallback == Fallback::Decode
-                || !self.prefill.iter().any(|one| one.pool == pool);
+            let alone = self.fallback == Fallback::Decode || !self.needs_prefill(pool);
             self.decode.iter().any(|one| up(&one, pool))
                 && (alone || self.prefill.iter().any(|one| up(&one, pool)))
         })
     }
 
+    /// Returns true if prefill instances compute the prompts of this pool, whether or not one is
+    /// known now.
+    fn needs_prefill(&self, pool: usize) -> bool {
+        self.pools[pool].discovers_prefill || self.prefill.iter().any(|one| one.pool == pool)
+    }
+
     /// Returns true if a prefill and a decode instance for this model can be paired, whether or not
-    /// they are up.
+    /// they are up, or a prefill instance may still be discovered.
     pub(crate) fn has_pair(&self, model: Option<ModelName<'_>>) -> bool {
         let serves = |one: &Instance| model.is_none_or(|model| one.state.models.serve(model));
+        let waits = |pool: usize| {
+            self.pools[pool].discovers_prefill && !self.prefill.iter().any(|one| one.pool == pool)
+        };
+        if self.decode.iter().any(|one| waits(one.pool) && serves(one)) {
+            return true;
+        }
         self.prefill.iter().any(|prefill| {
             serves(prefill)
                 && self.decode.iter().any(|decode| serves(decode) && prefill.pairs_with(decode))

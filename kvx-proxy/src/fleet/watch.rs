@@ -35,6 +35,14 @@ pub(crate) async fn watch(core: Arc<Core>) {
     }
 }
 
+/// Checks new instances as they appear; never returns.
+pub(crate) async fn greet(core: Arc<Core>) {
+    loop {
+        core.newcomers.notified().await;
+        round(&core, &core.live(), WatchScope::Newcomers).await;
+    }
+}
+
 /// The instances that a round checks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WatchScope {

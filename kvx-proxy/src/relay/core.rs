@@ -99,6 +99,8 @@ pub(crate) struct Core {
     pub(crate) end: watch::Sender<bool>,
     /// Wakes the task that watches the instances.
     pub(crate) look: tokio::sync::Notify,
+    /// Wakes the task that checks instances for the first time.
+    pub(crate) newcomers: tokio::sync::Notify,
 }
 
 /// The instances that stored the latest responses.
@@ -141,6 +143,7 @@ impl Core {
             working: Mutex::new(Some(working)),
             end: watch::Sender::new(false),
             look: tokio::sync::Notify::new(),
+            newcomers: tokio::sync::Notify::new(),
         };
         (core, none_works)
     }
@@ -178,6 +181,18 @@ impl Core {
         let live = before.with_fleet(change(&before.fleet)?);
         self.swap(live).await;
         Ok(())
+    }
+
+    /// Replaces the fleet if `change` returns another one. Does not wait for new instances, which
+    /// get no requests before their first check.
+    pub(crate) async fn place(&self, change: impl FnOnce(&Fleet) -> Option<Fleet>) {
+        let _one_at_a_time = self.changes.lock().await;
+        let before = self.live();
+        if let Some(fleet) = change(&before.fleet) {
+            let live = Arc::new(before.with_fleet(fleet));
+            *self.live.write().unwrap_or_else(PoisonError::into_inner) = live;
+            self.newcomers.notify_one();
+        }
     }
 
     /// Checks new instances before the swap, so that requests find them up.

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::keys::Keys;
 use crate::fleet::Fleet;
-use crate::fleet::instance::{Instance, PrefillKind, Role};
+use crate::fleet::instance::{Instance, Origin, PrefillKind, Role};
 use crate::fleet::knowledge::CacheKnowledge;
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::Core;
@@ -68,6 +68,10 @@ pub(super) fn describe(one: &Instance) -> Value {
         PrefillKind::Push(_) => Some("NixlPushConnector"),
         PrefillKind::Mooncake(_) => Some("MooncakeConnector"),
     };
+    let discovered_by = match &one.origin {
+        Origin::Discovered { provider, .. } => Some(&**provider),
+        Origin::Setup | Origin::Admin => None,
+    };
     json!({
         "pool": one.pool_name,
         "role": one.role,
@@ -78,7 +82,8 @@ pub(super) fn describe(one: &Instance) -> Value {
         "draining": one.setup.draining,
         "compatibility": one.setup.compatibility,
         "cache": describe_cache(&state.cache()),
-        "added": one.added,
+        "added": one.origin == Origin::Admin,
+        "discovered_by": discovered_by,
         "models": state.models.cards().keys().collect::<Vec<_>>(),
         "requests": state.requests(),
         "outstanding_tokens": state.outstanding(),
@@ -155,7 +160,13 @@ pub(super) async fn add(State(core): State<Arc<Core>>, request: Request<Body>) -
         let (place, table) = read(body_of(&core, request).await?)?;
         let role = place.role;
         let refused = |error: crate::Error| ApiError::bad_request(error.to_string());
-        let name = InstanceSetup::new(&table.url).map_err(refused)?.name().to_owned();
+        let named = InstanceSetup::new(&table.url).map_err(refused)?;
+        if named.records().is_some() {
+            let words =
+                "names of DNS belong in the router's file; add instances by http://HOST:PORT";
+            return Err(ApiError::bad_request(words));
+        }
+        let name = named.name().to_owned();
         core.change_fleet(|fleet| {
             let pool = place.pool_in(fleet)?;
             let before = fleet.find(pool, role, &name).map(|known| &known.setup);
@@ -184,7 +195,13 @@ pub(super) async fn remove(
         let name = setup.name();
         core.change_fleet(|fleet| {
             let pool = place.pool_in(fleet)?;
-            match fleet.find(pool, role, name) {
+            match fleet.find(pool, role, name).map(|known| &known.origin) {
+                Some(Origin::Discovered { provider, .. }) => {
+                    let words = format!(
+                        "{provider} would find {name} again; POST it with \"draining\": true instead"
+                    );
+                    Err(ApiError::client(StatusCode::CONFLICT, words))
+                }
                 Some(_) => Ok(fleet.without(pool, role, name)),
                 None => {
                     let words =

@@ -35,6 +35,7 @@ use tokio::time::Instant;
 
 use self::idle::OpenRequests;
 use self::listener::ClientListener;
+use crate::discovery::{self, dns};
 use crate::error::{Error, Result};
 use crate::fleet::{subscribe, watch};
 use crate::log::AccessLogger;
@@ -205,6 +206,8 @@ impl Proxy {
     /// Never fails because of a client or an instance.
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
+        let greeting = tokio::spawn(watch::greet(Arc::clone(&self.core)));
+        let discovering = tokio::spawn(discovery::discover(Arc::clone(&self.core), dns::providers));
         let core = Arc::clone(&self.core);
         let missed = move |blocks: &KeptBlocks, why: &str| core.errors.add(&blocks.instance, why);
         let releasing = tokio::spawn(Arc::clone(&self.core.releases).serve(missed));
@@ -254,8 +257,9 @@ impl Proxy {
             () = accept => {}
             () = end => {}
         }
-        watching.abort();
-        subscribing.abort();
+        for task in [watching, greeting, discovering, subscribing] {
+            task.abort();
+        }
         drop(listener);
         // Let connections send their last bytes.
         closing.send_replace(true);

@@ -56,6 +56,7 @@ pub(super) async fn status(State(core): State<Arc<Core>>) -> Response<Body> {
         "connections": metrics.connections.load(Relaxed),
         "requests": metrics.outcomes(),
         "instances": live.fleet.all().map(|one| admin::describe(one)).collect::<Vec<_>>(),
+        "discovery": metrics.discovery.json(),
         "releases": core.releases.status(),
         "errors": core.errors.list(),
     });

@@ -1,7 +1,7 @@
 //! Describes a configuration and finds what would not work in it, without a request to any
 //! instance.
 
-use super::{Fallback, InstanceSetup, PoolConnector, Setup};
+use super::{DnsRecords, Fallback, InstanceSetup, Pool, PoolConnector, Setup};
 use crate::log::AccessLogger;
 use crate::recording::writer::Recorder;
 
@@ -19,6 +19,26 @@ pub enum Finding {
 fn is_local(instance: &InstanceSetup) -> bool {
     let host = instance.url.host().unwrap_or_default();
     host == "localhost" || host == "[::1]" || host.starts_with("127.")
+}
+
+/// Explains the names of DNS in a pool.
+fn discovery<'a>(setup: &'a Setup, pool: &'a Pool) -> impl Iterator<Item = Finding> + 'a {
+    let entries = |role, of: &'a [InstanceSetup]| of.iter().map(move |one| (role, one));
+    let all = entries("prefill", &pool.prefill).chain(entries("decode", &pool.decode));
+    all.filter_map(move |(role, one)| {
+        let source = match one.records()? {
+            DnsRecords::Addresses => "address",
+            DnsRecords::Services => "target of the SRV records",
+        };
+        Some(Finding::Means(format!(
+            "pool {}: each {source} of {} is a {role} instance; asked every {:?}, removed after {} \
+             answers without it",
+            pool.name,
+            one.name(),
+            setup.discovery.every,
+            setup.discovery.absences
+        )))
+    })
 }
 
 impl Setup {
@@ -101,11 +121,14 @@ impl Setup {
                 }
                 PoolConnector::Mooncake => "MooncakeConnector: both at once",
             };
+            let fixed =
+                |of: &[InstanceSetup]| of.iter().filter(|one| one.records().is_none()).count();
             found.push(Means(format!(
                 "pool {name}: {} prefill and {} decode instances, {connector}",
-                pool.prefill.len(),
-                pool.decode.len()
+                fixed(&pool.prefill),
+                fixed(&pool.decode)
             )));
+            found.extend(discovery(self, pool));
             if pool.decode.is_empty() {
                 found.push(Fails(format!(
                     "pool {name} has no decode instance: no request can be answered"
@@ -116,10 +139,9 @@ impl Setup {
                     "pool {name} has no prefill instance: all requests go to decode alone"
                 )));
             }
-            let mut instances = pool.prefill.iter().chain(&pool.decode);
-            if instances.any(is_local)
-                && pool.prefill.iter().chain(&pool.decode).any(|one| !is_local(one))
-            {
+            let instances =
+                || pool.prefill.iter().chain(&pool.decode).filter(|one| one.records().is_none());
+            if instances().any(is_local) && instances().any(|one| !is_local(one)) {
                 found.push(Beware(format!(
                     "pool {name} has instances on this host and on others: decode instances must reach the address \
                      that a prefill instance announces (VLLM_NIXL_SIDE_CHANNEL_HOST is localhost if unset)"
@@ -229,6 +251,24 @@ mod tests {
             1,
             "{closed:?}"
         );
+    }
+
+    #[test]
+    fn names_of_dns_are_explained() {
+        let text = "[[pool]]\nprefill = ['dns+http://p.ns.svc:8000']\n\
+                    decode = ['dnssrv+http://_http._tcp.d.ns.svc', 'http://10.0.0.2:1']";
+        let found = of(text);
+        for words in [
+            "pool default: 0 prefill and 1 decode instances, the connector detected from its \
+             prefill instances",
+            "pool default: each address of p.ns.svc:8000 is a prefill instance; asked every 5s, \
+             removed after 3 answers without it",
+            "pool default: each target of the SRV records of _http._tcp.d.ns.svc is a decode \
+             instance; asked every 5s, removed after 3 answers without it",
+        ] {
+            assert!(found.contains(&Means(words.to_owned())), "{words}: {found:?}");
+        }
+        assert!(found.iter().all(|finding| matches!(finding, Means(_))), "{found:?}");
     }
 
     #[test]

@@ -10,11 +10,12 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use crate::error::{Error, Result};
 use crate::zmtp::parse_endpoint;
 
-/// The configuration of one server.
+/// The configuration of one server, or of all that DNS has under a name.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct InstanceSetup {
-    /// Scheme `http`, host and port.
+    /// Scheme `http`, host and port. Scheme `dns+http`: each address of the host is an instance
+    /// with these settings. Scheme `dnssrv+http`, without a port: each target of the SRV records.
     pub url: Uri,
     /// The share of the load that the instance gets, relative to other instances.
     pub weight: f64,
@@ -44,21 +45,34 @@ pub struct EventSource {
     pub replay: Option<(String, u16)>,
 }
 
+/// The DNS records that list instances.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum DnsRecords {
+    /// A and AAAA.
+    Addresses,
+    /// SRV.
+    Services,
+}
+
 impl InstanceSetup {
-    /// Creates an instance from `http://HOST:PORT`.
+    /// Creates an instance from `http://HOST:PORT`, or several from `dns+http://HOST:PORT` or
+    /// `dnssrv+http://NAME`.
     ///
     /// # Errors
     ///
-    /// Fails if the URL has another scheme, no host, a user, or a path.
+    /// Fails if the URL has another scheme, no host, a user, or a path, and for `dnssrv+http` a
+    /// port.
     pub fn new(url: &str) -> Result<Self> {
-        let wrong =
-            |why: &str| Error::new(format!("instance {url:?} {why}; write http://HOST:PORT"));
+        let wrong = |why: &str| {
+            Error::new(format!(
+                "instance {url:?} {why}; write http://HOST:PORT, dns+http://HOST:PORT or \
+                 dnssrv+http://NAME"
+            ))
+        };
         let uri: Uri = url.parse().map_err(|_| wrong("is not a URL"))?;
-        if uri.scheme().is_none() {
-            return Err(wrong("is not a URL"));
-        }
-        if uri.scheme_str() != Some("http") {
-            return Err(wrong("has a scheme other than http"));
+        let scheme = uri.scheme_str().ok_or_else(|| wrong("is not a URL"))?;
+        if !["http", "dns+http", "dnssrv+http"].contains(&scheme) {
+            return Err(wrong("has a scheme other than http, dns+http and dnssrv+http"));
         }
         let authority = uri.authority().ok_or_else(|| wrong("has no host"))?;
         if authority.as_str().contains('@') || authority.host().is_empty() {
@@ -67,8 +81,14 @@ impl InstanceSetup {
         if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
             return Err(wrong("has a path"));
         }
-        let port = authority.port_u16().unwrap_or(80);
-        let url = format!("http://{}:{port}", authority.host()).parse();
+        let (host, port) = (authority.host(), authority.port_u16());
+        let url = match scheme {
+            "dnssrv+http" if port.is_some() => {
+                return Err(wrong("has a port, which SRV records have themselves"));
+            }
+            "dnssrv+http" => format!("{scheme}://{host}").parse(),
+            _ => format!("{scheme}://{host}:{}", port.unwrap_or(80)).parse(),
+        };
         Ok(InstanceSetup {
             url: url.map_err(|_| wrong("has an invalid port"))?,
             weight: 1.0,
@@ -88,7 +108,7 @@ impl InstanceSetup {
     ///
     /// Fails if an endpoint is invalid, or a replay has no events.
     pub fn set_events(&mut self, endpoint: Option<&str>, replay: Option<&str>) -> Result<()> {
-        let host = self.url.host().unwrap_or_default().trim_matches(['[', ']']).to_owned();
+        let host = self.host().to_owned();
         let name = self.name().to_owned();
         let parse = |key: &str, endpoint: &str| match parse_endpoint(endpoint) {
             Ok((any, port)) if any == "*" => Ok((host.clone(), port)),
@@ -127,6 +147,42 @@ impl InstanceSetup {
     /// Returns `HOST:PORT`, which names it in metrics, logs and errors.
     pub fn name(&self) -> &str {
         self.url.authority().map_or("", |authority| authority.as_str())
+    }
+
+    /// Returns the host, an IPv6 address without brackets.
+    pub(crate) fn host(&self) -> &str {
+        self.url.host().unwrap_or_default().trim_matches(['[', ']'])
+    }
+
+    /// Returns the records that list the instances; `None` if this is one instance.
+    pub(crate) fn records(&self) -> Option<DnsRecords> {
+        match self.url.scheme_str() {
+            Some("dns+http") => Some(DnsRecords::Addresses),
+            Some("dnssrv+http") => Some(DnsRecords::Services),
+            _ => None,
+        }
+    }
+
+    /// Returns the URL without a path, which names the provider of instances.
+    pub(crate) fn provider(&self) -> String {
+        format!("{}://{}", self.url.scheme_str().unwrap_or_default(), self.name())
+    }
+
+    /// Returns an instance with these settings at a host and port that were found; `None` if they
+    /// make no URL.
+    pub(crate) fn at(&self, host: &str, port: u16) -> Option<Self> {
+        let mut found = self.clone();
+        found.url = format!("http://{host}:{port}").parse().ok()?;
+        let own = found.host().to_owned();
+        if let Some(EventSource { endpoint, replay }) = &mut found.events {
+            // `*`, the instance's host, was taken for the name.
+            for endpoint in [Some(endpoint), replay.as_mut()].into_iter().flatten() {
+                if endpoint.0 == self.host() {
+                    endpoint.0.clone_from(&own);
+                }
+            }
+        }
+        Some(found)
     }
 }
 
@@ -194,7 +250,7 @@ impl<'de> Deserialize<'de> for InstanceSetup {
             type Value = InstanceSetup;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("\"http://HOST:PORT\", or a table with url")
+                f.write_str("\"http://HOST:PORT\", a name of DNS, or a table with url")
             }
 
             fn visit_str<E: serde::de::Error>(

@@ -7,7 +7,7 @@ mod instance;
 mod toys;
 mod units;
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use serde::de::Deserializer;
 
 pub use api_key::{ApiKey, FleetSecret};
 pub use check::Finding;
-pub(crate) use instance::InstanceTable;
+pub(crate) use instance::{DnsRecords, InstanceTable};
 pub use instance::{EventSource, InstanceSetup};
 
 use crate::error::{Error, Result};
@@ -70,6 +70,8 @@ pub struct Setup {
     pub retries: Retries,
     /// Health checks and ejections of instances.
     pub health: Health,
+    /// Queries for instances that DNS has.
+    pub discovery: Discovery,
     /// Limits on clients.
     pub limits: ClientLimits,
     /// The fleet.
@@ -263,6 +265,19 @@ pub struct Health {
     pub models_every: Duration,
 }
 
+/// Queries for instances that DNS has.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+#[allow(missing_docs, reason = "docs/operations/configuration.md documents these keys")]
+pub struct Discovery {
+    #[serde(deserialize_with = "units::read_duration")]
+    pub every: Duration,
+    #[serde(deserialize_with = "units::read_duration")]
+    pub timeout: Duration,
+    pub absences: u32,
+    pub resolvers: Vec<SocketAddr>,
+}
+
 /// Limits on clients.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -327,6 +342,7 @@ impl Default for Setup {
             timeouts: Timeouts::default(),
             retries: Retries::default(),
             health: Health::default(),
+            discovery: Discovery::default(),
             limits: ClientLimits::default(),
             pools: Vec::new(),
             openai_api_key: None,
@@ -364,6 +380,17 @@ impl Default for Health {
             eject_after: 3,
             eject_for: Duration::from_secs(10),
             models_every: Duration::from_secs(30),
+        }
+    }
+}
+
+impl Default for Discovery {
+    fn default() -> Self {
+        Discovery {
+            every: Duration::from_secs(5),
+            timeout: Duration::from_secs(3),
+            absences: 3,
+            resolvers: Vec::new(),
         }
     }
 }
@@ -477,6 +504,7 @@ impl Setup {
             ("retries.attempts", self.retries.attempts as usize),
             ("health.down_after", self.health.down_after as usize),
             ("health.eject_after", self.health.eject_after as usize),
+            ("discovery.absences", self.discovery.absences as usize),
             ("limits.connections", self.limits.connections),
             ("limits.connections_per_address", self.limits.connections_per_address),
             ("limits.in_flight", self.limits.in_flight),
@@ -556,6 +584,10 @@ mod tests {
             ("[[pool]]\nprefill = ['10.0.0.1:8100']", "not a URL"),
             ("[[pool]]\nprefill = ['https://10.0.0.1:8100']", "a scheme other than http"),
             ("[[pool]]\nprefill = ['http://a:1/v1']", "has a path"),
+            ("[[pool]]\nprefill = ['dns+https://a:1']", "a scheme other than http, dns+http"),
+            ("[[pool]]\nprefill = ['dnssrv+http://_http._tcp.a:1']", "has a port"),
+            ("[discovery]\nabsences = 0", "discovery.absences is 0"),
+            ("[discovery]\nresolvers = ['10.0.0.1']", "resolvers"),
             ("[[pool]]\nprefill = ['http://u@a:1']", "has a user"),
             ("[[pool]]\nprefill = [{ url = 'http://a:1', weigth = 2 }]", "weigth"),
             ("[[pool]]\nprefill = [{ url = 'http://a:1', weight = 0 }]", "above 0"),

@@ -9,6 +9,7 @@ pub(crate) mod client;
 mod clients;
 pub(crate) mod commands;
 mod crowd;
+mod discovery;
 mod endpoints;
 mod errors;
 mod explain;
@@ -141,6 +142,7 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             is_off_by_default_and_503_names_the_missing_side, lets_decodes_compute_prompts_and_says_so,
             has_a_cap;
         check: reports_recipes_and_warnings;
+        discovery: follows_a_server_and_survives_its_death;
         signals:
             hangup_reloads_the_file, hangup_reloads_the_keys,
             termination_lets_streams_finish_and_takes_nothing_new, termination_ends_at_its_deadline;

@@ -426,7 +426,7 @@ mod tests {
             ("m --kv-cache-dtype fp8", "[possible values: auto, float32, bfloat16]"),
             ("m --logprobs-mode processed_logits", "raw_logprobs, raw_logits"),
             ("m --max-logprobs all", "write a count"),
-            ("m --kv-events-config {\"endpiont\":1}", "unknown field `endpiont`"),
+            ("m --kv-events-config {\"port\":1}", "unknown field `port`"),
             ("m --kv-events-config {\"endpoint\":\"ipc://a\"}", "tcp://HOST:PORT"),
             ("m --kv-events-config {\"publisher\":\"kafka\"}", "this server has \"zmq\""),
         ] {

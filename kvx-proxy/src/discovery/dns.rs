@@ -57,7 +57,7 @@ impl DnsQuery {
     async fn repeat(self, every: Duration, limit: Duration, reports: Reports) {
         let mut ticks = interval(every);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // A lookup that is late goes on, so that there is never more than one: the C library's
+        // A late lookup is not repeated, so that there is never more than one: the C library's
         // holds a thread.
         let mut pending: Option<Lookup> = None;
         loop {

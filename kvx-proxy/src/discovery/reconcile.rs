@@ -126,7 +126,7 @@ pub(super) fn reconciled(fleet: &Fleet, goals: &Goals<'_>) -> Option<Fleet> {
         next.put(pool, *role, wanted.setup.clone(), origin, same.then_some(fleet));
         added += 1;
     }
-    // What was replaced is not stale any more.
+    // Replaced instances are not stale any more.
     let removed = stale.len();
     if added + removed == 0 {
         return None;

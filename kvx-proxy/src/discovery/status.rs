@@ -1,4 +1,4 @@
-//! What `/status` and the metrics say about providers.
+//! The state of providers, for `/status` and the metrics.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

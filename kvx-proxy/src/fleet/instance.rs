@@ -35,7 +35,7 @@ impl Role {
     }
 }
 
-/// Who has added an instance to the fleet.
+/// The source of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Origin {
     /// The configuration.

@@ -1,6 +1,6 @@
 //! Publishes what the prefix cache has, in the format of vLLM's KV cache events.
 //!
-//! The engine's thread appends batches to a bounded [`Log`]. Each subscriber reads it at its own
+//! The engine's thread appends batches to a bounded log. Each subscriber reads it at its own
 //! pace, so no subscriber delays the engine: one that falls too far behind misses batches, which
 //! their numbers show, and can ask for a replay.
 

@@ -87,7 +87,7 @@ pub(crate) async fn follows_a_server_and_survives_its_death() {
         urls
     };
 
-    // Without a server nothing is found, and the decode does not compute prompts instead.
+    // Without a server the router finds no prefill. The decode does not compute prompts instead.
     let proxy = Proxy::start(&["--config", file.path()], &[("ADMIN_API_KEY", "k")]);
     let failing = |_, text: &str| {
         let error = provider(text)["last_error"].as_str().unwrap_or_default().to_owned();

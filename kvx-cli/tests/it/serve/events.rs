@@ -1,4 +1,4 @@
-//! Tests of KV cache events: servers that publish, and routers that know by them what is cached.
+//! Tests of KV cache events: servers that publish, and routers that subscribe to them.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,7 +15,7 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::serve::server::{LIMIT, Server, ServerArgs, greedy, model, prompt};
 
-/// The time after which no credit for what was cached may be left.
+/// The time after which a router may not count lost blocks as cached any more.
 const NO_CREDIT: Duration = Duration::from_secs(10);
 const KEY: &str = "authorization: Bearer operator\r\n";
 /// A prompt of 200 tokens has 12 full blocks of 16.
@@ -176,7 +176,7 @@ fn a_server_that_is_killed_and_restarted_under_its_name_has_no_stale_credit() {
     let router = router(&ports, &ports.map(|ports| ports.flags(ports.events, true)));
     let bodies: Vec<Value> = (0..4).map(|from| greedy(&prompt(from, TOKENS), 1)).collect();
     bodies.iter().for_each(|body| assert_eq!(ask(&two, body), 0));
-    // What the router sends there counts no more afterwards either.
+    // The prompt that the router sends there must not count afterwards either.
     knows(&router, ports[1], "exact", 40);
     assert_eq!(ask(&router, &bodies[0]), CACHED);
     drop(two); // kills it

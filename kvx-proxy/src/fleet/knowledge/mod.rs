@@ -1,4 +1,4 @@
-//! What the router knows about an instance's prefix cache: from the events that the instance
+//! The router's knowledge about an instance's prefix cache: from the events that the instance
 //! publishes, and from the prompts that the router has sent there.
 
 pub(crate) mod drift;
@@ -184,7 +184,7 @@ impl CacheKnowledge {
         }
         self.replace_index(index);
         if why.is_none() {
-            // The index has what is true of it.
+            // The index replaces the history of sent prompts.
             self.forget_sent();
         }
         self.level = if why.is_none() { KnowledgeLevel::Exact } else { KnowledgeLevel::Degraded };

@@ -235,7 +235,7 @@ async fn without_a_replay_a_gap_leaves_what_is_published_after_it() {
     publisher.publish(0, stored(0));
     publisher.publish(1, stored(1));
     scene.until(KnowledgeLevel::Exact, 2).await;
-    // What was lost may have removed both.
+    // The lost batch may have removed both.
     publisher.publish(3, stored(2));
     scene.until(KnowledgeLevel::Degraded, 0).await;
     publisher.publish(4, stored(0));
@@ -310,7 +310,7 @@ async fn the_end_of_the_connection_leaves_no_credit() {
     let publisher = scene.subscriber().await;
     scene.replays(vec![(0, stored(0))]).await;
     scene.until(KnowledgeLevel::Exact, 1).await;
-    // What the router has sent there does not count either.
+    // The prompt that the router has sent there does not count either.
     let chunks = [1, 2, 3];
     let parts = PromptParts { chunks: &chunks, tokens: None };
     scene.state().cache().sent(parts, std::time::Instant::now());

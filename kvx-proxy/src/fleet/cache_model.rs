@@ -9,15 +9,26 @@ pub(crate) const CHUNK_TOKENS: usize = 256;
 const MOST_CHUNKS: usize = 12 << 10;
 
 /// Returns how many of a prompt's keys, from the first one on, a cache has. A cache that has one of
-/// them must have all before it.
-pub(crate) fn cached_part<K>(keys: &[K], has: impl Fn(&K) -> bool) -> usize {
-    let (mut cached, mut step) = (0, 1);
-    // Most instances have little of a prompt, so the first looks are at its beginning.
-    while keys.get(cached + step - 1).is_some_and(&has) {
-        cached += step;
+/// them must have all before it. The first looks are around `guess`.
+pub(crate) fn cached_part<K>(keys: &[K], guess: usize, has: impl Fn(&K) -> bool) -> usize {
+    let has_at = |count: usize| keys.get(count - 1).is_some_and(&has);
+    // The first `cached` keys are there, and the last of `missing` is not.
+    let (mut cached, mut missing) = (0, keys.len() + 1);
+    if (1..=keys.len()).contains(&guess) {
+        match has_at(guess) {
+            true => cached = guess,
+            false => missing = guess,
+        }
+    }
+    let mut step = 1;
+    while cached + step < missing {
+        match has_at(cached + step) {
+            true => cached += step,
+            false => missing = cached + step,
+        }
         step *= 2;
     }
-    let unknown = &keys[cached..keys.len().min(cached + step)];
+    let unknown = &keys[cached..missing - 1];
     cached + unknown.partition_point(has)
 }
 
@@ -38,7 +49,7 @@ pub(crate) struct CacheModel {
 impl CacheModel {
     /// Returns how many of a prompt's chunks, from the first one on, are cached.
     pub(crate) fn cached(&self, chunks: &[u64]) -> usize {
-        cached_part(chunks, |chunk| self.used.contains_key(chunk))
+        cached_part(chunks, 0, |chunk| self.used.contains_key(chunk))
     }
 
     /// Adds a prompt that is sent to the instance.
@@ -92,19 +103,23 @@ mod tests {
 
     #[test]
     fn the_cached_part_is_found_with_few_looks() {
-        for len in 0..70 {
+        for len in 0..70usize {
             let keys: Vec<usize> = (0..len).collect();
-            for cached in 0..=len {
+            for (cached, guess) in
+                (0..=len).flat_map(|cached| (0..=len + 1).map(move |guess| (cached, guess)))
+            {
                 let looks = std::cell::Cell::new(0);
                 let has = |key: &usize| {
                     looks.set(looks.get() + 1);
                     *key < cached
                 };
-                assert_eq!(cached_part(&keys, has), cached);
-                assert!(
-                    looks.get() <= 2 * (cached + 1).ilog2() + 2,
-                    "{cached} of {len}: {looks:?}"
-                );
+                assert_eq!(cached_part(&keys, guess, has), cached, "of {len}, guess {guess}");
+                let most = match guess {
+                    0 => 2 * (cached + 1).ilog2() + 3,
+                    right if right == cached => 2,
+                    _ => 2 * (len + 1).ilog2() + 4,
+                };
+                assert!(looks.get() <= most, "{cached} of {len}, guess {guess}: {looks:?}");
             }
         }
     }

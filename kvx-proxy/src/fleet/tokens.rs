@@ -1,6 +1,7 @@
 //! A prompt's tokens, and the keys of its blocks.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 /// The block sizes of a fleet whose keys are kept for a prompt.
@@ -27,6 +28,9 @@ pub(crate) struct PromptTokens {
     ids: Box<[u32]>,
     /// The keys of its full blocks, by block size.
     keys: Mutex<Vec<(u32, Arc<[BlockKey]>)>>,
+    /// The number of its blocks that the latest instance had cached. Instances often have the same
+    /// part of a prompt.
+    guess: AtomicUsize,
 }
 
 impl PartialEq for PromptTokens {
@@ -37,7 +41,16 @@ impl PartialEq for PromptTokens {
 
 impl PromptTokens {
     pub(crate) fn new(ids: Vec<u32>) -> Self {
-        PromptTokens { ids: ids.into(), keys: Mutex::default() }
+        PromptTokens { ids: ids.into(), keys: Mutex::default(), guess: AtomicUsize::new(0) }
+    }
+
+    /// Returns how many blocks of the prompt an instance may have cached.
+    pub(crate) fn guess(&self) -> usize {
+        self.guess.load(Relaxed)
+    }
+
+    pub(crate) fn set_guess(&self, blocks: usize) {
+        self.guess.store(blocks, Relaxed);
     }
 
     pub(crate) fn count(&self) -> u64 {

@@ -112,10 +112,11 @@ impl CacheKnowledge {
             let keys = tokens.keys(size);
             // Engines remove the end of a prompt before its beginning. Where one has not, the
             // prediction may be too long.
-            let cached = cached_part(&keys, |key| self.index.contains(*key));
+            let cached = cached_part(&keys, tokens.guess(), |key| self.index.contains(*key));
+            tokens.set_guess(cached);
             let pending = match self.pending.is_empty() {
                 true => cached,
-                false => cached_part(&keys, |key| {
+                false => cached_part(&keys, cached, |key| {
                     self.index.contains(*key) || self.pending.contains(*key)
                 }),
             };

@@ -40,8 +40,8 @@ pub struct InstanceSetup {
 pub struct EventSource {
     /// Host and port of the publisher.
     pub endpoint: (String, u16),
-    /// Host and port of its replays. Without them the router knows only what was published since
-    /// it has subscribed.
+    /// Host and port of its replays. Without them the router lacks events that were published
+    /// before it subscribed.
     pub replay: Option<(String, u16)>,
 }
 

@@ -128,7 +128,7 @@ impl ReleaseCounts {
 /// The queue of releases.
 #[derive(Debug)]
 pub(crate) struct Releases {
-    /// What is to be released, each until its time is up.
+    /// Blocks to release, with the times at which the router gives up.
     queue: Option<mpsc::Sender<(KeptBlocks, Instant)>>,
     /// The number of releases that are queued or in progress.
     pending: watch::Sender<usize>,

@@ -119,7 +119,7 @@ pub(super) fn reconciled(fleet: &Fleet, goals: &Goals<'_>) -> Option<Fleet> {
         let (pool, role, _) = place;
         // Instances of a pool that does not exist wait for it.
         let Some(pool) = fleet.pools.iter().position(|one| one.name == *pool) else { continue };
-        // The same instance keeps its state; another one at its address does not inherit it.
+        // An instance keeps its state if its identity is the same. Another one does not inherit it.
         let same = stale.remove(place).is_some_and(|identity| identity == wanted.identity);
         let (provider, identity) = (Arc::clone(provider), Arc::clone(&wanted.identity));
         let origin = Origin::Discovered { provider, identity };

@@ -16,7 +16,7 @@ const TOKENS: u64 = 64;
 pub(crate) struct Prediction {
     /// The cached tokens.
     pub(crate) tokens: u64,
-    /// The same with requests that the instance has not begun.
+    /// The cached tokens if prompts that were sent lately count as cached.
     pub(crate) with_pending: u64,
     /// The source of the prediction.
     pub(crate) by: KnowledgeLevel,

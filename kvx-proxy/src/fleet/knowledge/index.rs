@@ -172,7 +172,7 @@ mod tests {
     fn cached(index: &EventIndex, ids: &[u32]) -> usize {
         let prompt = PromptTokens::new([ids, &[0]].concat());
         let keys = prompt.keys(2);
-        keys.iter().take_while(|key| index.contains(**key)).count()
+        keys.blocks.iter().take_while(|key| index.contains(**key)).count()
     }
 
     #[test]

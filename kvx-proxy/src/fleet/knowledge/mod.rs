@@ -17,8 +17,8 @@ use super::tokens::{BlockKey, PromptTokens};
 
 /// The time for which a prompt that was sent counts as cached before events say so.
 const PENDING: Duration = Duration::from_secs(8);
-/// The most blocks of such prompts.
-const MAX_PENDING: usize = 64 << 10;
+/// The most chunks of such prompts.
+const MAX_PENDING: usize = 8 << 10;
 
 /// The source of the router's knowledge about an instance's cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +26,7 @@ pub(crate) enum KnowledgeLevel {
     /// The prompts that it has sent there.
     #[default]
     History,
-    /// The same, and events of which some are missing.
+    /// Prompts that it has sent there, and incomplete events.
     Degraded,
     /// All events.
     Exact,
@@ -57,7 +57,7 @@ pub(crate) struct CacheKnowledge {
     history: CacheModel,
     level: KnowledgeLevel,
     index: EventIndex,
-    pending: PendingBlocks,
+    pending: PendingChunks,
     pub(crate) drift: Drift,
     pub(crate) counts: EventCounts,
     /// Why the knowledge is not exact, if the instance has events.
@@ -112,13 +112,17 @@ impl CacheKnowledge {
             let keys = tokens.keys(size);
             // Engines remove the end of a prompt before its beginning. Where one has not, the
             // prediction may be too long.
-            let cached = cached_part(&keys, tokens.guess(), |key| self.index.contains(*key));
+            let cached = cached_part(&keys.blocks, tokens.guess(), |key| self.index.contains(*key));
             tokens.set_guess(cached);
             let pending = match self.pending.is_empty() {
                 true => cached,
-                false => cached_part(&keys, cached, |key| {
-                    self.index.contains(*key) || self.pending.contains(*key)
-                }),
+                false => {
+                    let guess = cached / keys.blocks_per_chunk;
+                    let chunks = cached_part(&keys.chunks, guess, |key| {
+                        self.index.contains(*key) || self.pending.contains(*key)
+                    });
+                    cached.max(chunks * keys.blocks_per_chunk)
+                }
             };
             Some((cached as u64 * u64::from(size), pending as u64 * u64::from(size)))
         };
@@ -144,11 +148,11 @@ impl CacheKnowledge {
         if self.level != KnowledgeLevel::History
             && let (Some(tokens), Some(size)) = (prompt.tokens, self.index.block_size())
         {
-            self.pending.add(&tokens.keys(size), now);
+            self.pending.add(&tokens.keys(size).chunks, now);
         }
     }
 
-    /// Forgets the blocks of prompts that were sent so long ago that events would have named them.
+    /// Forgets the chunks of prompts that were sent so long ago that events would have named them.
     pub(crate) fn expire(&mut self, now: Instant) {
         self.pending.expire(now);
     }
@@ -156,7 +160,7 @@ impl CacheKnowledge {
     /// Forgets the prompts that were sent: the instance may have restarted.
     pub(crate) fn forget_sent(&mut self) {
         self.history = CacheModel::default();
-        self.pending = PendingBlocks::default();
+        self.pending = PendingChunks::default();
     }
 
     /// Forgets everything: only prompts that are sent from now on count.
@@ -178,7 +182,7 @@ impl CacheKnowledge {
         self.has_drifted = false;
     }
 
-    /// Replaces the index by the one that a replay has filled. `why` tells what is missing in it.
+    /// Replaces the index by that of a replay. `why` names a reason if the replay is incomplete.
     pub(crate) fn begin(&mut self, index: EventIndex, why: Option<String>) {
         if self.has_drifted {
             return;
@@ -250,14 +254,15 @@ impl CacheKnowledge {
     }
 }
 
-/// The blocks of prompts that were sent and that events have not named yet.
+/// The chunks of prompts that were sent lately: events may not have named their blocks yet. Their
+/// keys are those of their last blocks.
 #[derive(Debug, Default)]
-struct PendingBlocks {
+struct PendingChunks {
     sent: HashMap<BlockKey, Instant, BuildHasherDefault<Unchanged>>,
     order: VecDeque<(BlockKey, Instant)>,
 }
 
-impl PendingBlocks {
+impl PendingChunks {
     fn is_empty(&self) -> bool {
         self.sent.is_empty()
     }
@@ -309,7 +314,7 @@ mod tests {
     }
 
     fn prompt() -> PromptTokens {
-        PromptTokens::new((0..100).collect())
+        PromptTokens::new((0..1000).collect())
     }
 
     #[test]
@@ -332,7 +337,7 @@ mod tests {
         assert_eq!(cache.predict(parts), exact(6, 6));
         assert_eq!(cache.predict(PromptParts { tokens: None, ..parts }), guess(by_history));
         cache.sent(parts, now);
-        assert_eq!(cache.predict(parts), exact(6, 98), "siblings go there");
+        assert_eq!(cache.predict(parts), exact(6, 768), "siblings go there: three chunks");
         cache.expire(now + PENDING);
         assert_eq!(cache.predict(parts), exact(6, 6));
         // The instance has removed all.
@@ -404,7 +409,7 @@ mod tests {
 
     #[test]
     fn the_memory_of_sent_prompts_is_bounded() {
-        let mut pending = PendingBlocks::default();
+        let mut pending = PendingChunks::default();
         let now = Instant::now();
         for prompt in 0..100u64 {
             let keys: Vec<u64> = (0..2000).map(|at| prompt << 32 | at).collect();

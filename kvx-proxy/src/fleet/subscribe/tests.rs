@@ -231,7 +231,7 @@ async fn without_a_replay_a_gap_leaves_what_is_published_after_it() {
     let scene = Scene::new(false).await;
     let publisher = scene.subscriber().await;
     scene.until(KnowledgeLevel::Degraded, 0).await;
-    // The first batch of all: nothing is missing.
+    // This is the first batch of all, so none is missing.
     publisher.publish(0, stored(0));
     publisher.publish(1, stored(1));
     scene.until(KnowledgeLevel::Exact, 2).await;

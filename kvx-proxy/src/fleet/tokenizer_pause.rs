@@ -56,7 +56,7 @@ impl PauseState {
     /// Returns false if there is a pause already, as after concurrent questions.
     fn begin(&mut self, now: Instant, time: Duration) -> bool {
         let is_new = self.until.is_none_or(|until| until <= now);
-        self.until = Some(now + time);
+        self.until = self.until.max(Some(now + time));
         is_new
     }
 }

@@ -10,6 +10,7 @@ use kvx_vllm::events::replay_end;
 use serde::Deserialize;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
+use tokio::time::{Instant, interval_at, timeout};
 
 use super::CachePublisher;
 use crate::model::{ModelError, Result};
@@ -22,6 +23,10 @@ const REQUEST: MessageLimits = MessageLimits { frames: 3, bytes: 1024 };
 const SUBSCRIPTIONS: usize = 16;
 /// The time for a greeting.
 const GREETING: Duration = Duration::from_secs(5);
+/// The time after which a connection that sends nothing is closed. Subscribers answer pings.
+const IDLE: Duration = Duration::from_secs(90);
+/// The time between two pings of a subscriber.
+const PING: Duration = Duration::from_secs(30);
 /// The time in which a subscriber must read a message.
 const SEND: Duration = Duration::from_secs(10);
 
@@ -188,7 +193,8 @@ async fn serve(
     match kind {
         SocketType::Pub => subscriber(connection, publisher, config).await,
         _ => loop {
-            match connection.next().await? {
+            let Ok(input) = timeout(IDLE, connection.next()).await else { return Ok(()) };
+            match input? {
                 None => return Ok(()),
                 Some(Input::Command(command)) => answer(&mut connection, command).await?,
                 Some(Input::Message(message)) => {
@@ -242,9 +248,18 @@ async fn subscriber(
     let mut published = publisher.0.published.subscribe();
     let mut next = *published.borrow_and_update();
     let mut topics = Topics::default();
+    let (mut pings, mut last_input) = (interval_at(Instant::now() + PING, PING), Instant::now());
     loop {
         tokio::select! {
-            input = connection.next() => match input? {
+            _ = pings.tick() => {
+                if last_input.elapsed() > IDLE {
+                    return Ok(());
+                }
+                let ping = Command::Ping { context: Vec::new() };
+                connection.command(&ping, SEND).await?;
+                continue;
+            }
+            input = connection.next() => match input.inspect(|_| last_input = Instant::now())? {
                 None => return Ok(()),
                 Some(Input::Command(Command::Subscribe(topic))) => topics.add(&topic),
                 Some(Input::Command(Command::Cancel(topic))) => topics.remove(&topic),

@@ -10,6 +10,8 @@ const WRONG: u32 = 8;
 /// this many tokens.
 const PART: u64 = 8;
 const TOKENS: u64 = 64;
+/// Longer prompts count as this long.
+const MAX_PROMPT: u64 = 1 << 32;
 
 /// The part of a prompt that the router expects an instance to have cached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,8 +38,10 @@ impl Drift {
     /// Compares a prediction with a report about a prompt of this length. Returns true if the
     /// predictions of exact knowledge have drifted.
     pub(crate) fn compare(&mut self, predicted: Prediction, reported: u64, prompt: u64) -> bool {
-        self.predicted += predicted.tokens;
-        self.reported += reported;
+        // Both numbers are a peer's.
+        let (reported, prompt) = (reported.min(prompt), prompt.min(MAX_PROMPT));
+        self.predicted = self.predicted.saturating_add(predicted.tokens);
+        self.reported = self.reported.saturating_add(reported.min(prompt));
         if predicted.by != KnowledgeLevel::Exact {
             return false;
         }

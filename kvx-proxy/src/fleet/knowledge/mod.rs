@@ -215,13 +215,19 @@ impl CacheKnowledge {
     /// Records a gap in the numbers of batches.
     pub(crate) fn lose(&mut self, why: &str) {
         self.counts.gaps += 1;
-        if !self.has_drifted {
-            self.degrade(why);
-        }
+        self.degrade(why);
+    }
+
+    /// Removes and returns the index if it is exact. Record a gap after that.
+    pub(crate) fn take_exact(&mut self) -> Option<EventIndex> {
+        (self.level == KnowledgeLevel::Exact).then(|| std::mem::take(&mut self.index))
     }
 
     /// Records that events are missing. Blocks that they would have removed must not count.
-    fn degrade(&mut self, why: &str) {
+    pub(crate) fn degrade(&mut self, why: &str) {
+        if self.has_drifted {
+            return;
+        }
         self.forget_sent();
         self.index.clear();
         self.level = KnowledgeLevel::Degraded;
@@ -238,7 +244,7 @@ impl CacheKnowledge {
     /// Compares a prediction with what the instance reports. Returns true if predictions have
     /// drifted: events do not count until the router has subscribed again.
     pub(crate) fn compare(&mut self, predicted: Prediction, reported: u64, prompt: u64) -> bool {
-        let has_drifted = self.drift.compare(predicted, reported, prompt);
+        let has_drifted = self.drift.compare(predicted, reported, prompt) && !self.has_drifted;
         if has_drifted {
             self.counts.drifts += 1;
             self.has_drifted = true;

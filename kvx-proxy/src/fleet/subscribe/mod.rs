@@ -17,7 +17,7 @@ use kvx_vllm::events::{
 use kvx_vllm::zmtp::{Budget, Command, Input, MessageLimits, SocketType};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, MissedTickBehavior, timeout};
 
 use super::instance::{Instance, State};
 use super::knowledge::index::EventIndex;
@@ -146,6 +146,8 @@ impl Subscriber {
             if started.elapsed() > BACK_OFF.1 {
                 wait = BACK_OFF.0;
             }
+            // The drift may not have been noticed before the end.
+            let end = if self.state.cache().has_drifted() { SessionEnd::Drifted } else { end };
             let pause = match end {
                 SessionEnd::Lost(error) => {
                     self.lost(error.to_string(), has_begun);
@@ -217,6 +219,7 @@ async fn session(
     let mut cursor = BatchCursor::new(state, source, budget);
     let mut last_input = Instant::now();
     let mut ticks = tokio::time::interval(PING);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let input = tokio::select! {
             input = connection.next() => input?,
@@ -277,6 +280,8 @@ struct BatchCursor<'a> {
     repeats_until: Option<u64>,
     /// The time of the next replay, if one is needed.
     replay_at: Option<Instant>,
+    /// The index before a gap, which a replay of the missing batches completes.
+    before_gap: Option<ReplayResult>,
     /// The pause after a failed replay.
     replay_pause: Duration,
     /// The end of the latest replay.
@@ -310,6 +315,7 @@ impl<'a> BatchCursor<'a> {
             pongs: 0,
             repeats_until: None,
             replay_at: None,
+            before_gap: None,
             replay_pause: REPLAY_PAUSES.0,
             last_replay: None,
         }
@@ -331,10 +337,12 @@ impl<'a> BatchCursor<'a> {
         }
     }
 
-    /// Asks for all batches. If that fails, the index stays as it is, until a later replay.
+    /// Asks for the batches after a gap, or for all. If that fails, the index stays as it is, until a later replay.
     async fn replay(&mut self) {
         let Some(replay) = &self.source.replay else { return };
-        let replayed = match timeout(REPLAY, replayed(replay, &self.budget)).await {
+        let all = ReplayResult { is_complete: true, ..ReplayResult::default() };
+        let start = self.before_gap.take().unwrap_or(all);
+        let replayed = match timeout(REPLAY, replayed(replay, &self.budget, start)).await {
             Ok(replayed) => replayed,
             Err(_) => Err(Error::new(format!("its replay did not end within {REPLAY:?}"))),
         };
@@ -383,14 +391,26 @@ impl<'a> BatchCursor<'a> {
             }
             Some(next) if number > next => {
                 let why = format!("{} batches of its events are missing", number - next);
-                self.state.cache().lose(&why);
+                {
+                    let mut cache = self.state.cache();
+                    let index = cache.take_exact();
+                    self.before_gap =
+                        index.map(|index| ReplayResult { index, next, is_complete: true });
+                    cache.lose(&why);
+                }
                 // Replays cost the engine time.
                 let earliest = self.last_replay.map(|last| last + REPLAY_PAUSES.0);
                 self.replay_at = Some(earliest.unwrap_or_else(Instant::now));
                 self.replay_if_due().await;
-                // The replay may have contained this batch.
-                if self.next.is_some_and(|next| number < next) {
-                    return Ok(());
+                match self.next {
+                    // The replay has contained this batch.
+                    Some(next) if number < next => return Ok(()),
+                    // It has ended before.
+                    Some(next) if number > next && self.replay_at.is_none() => {
+                        self.state.cache().degrade(&why);
+                        self.replay_at = Some(Instant::now() + REPLAY_PAUSES.0);
+                    }
+                    _ => {}
                 }
             }
             Some(_) => {}
@@ -409,13 +429,16 @@ impl<'a> BatchCursor<'a> {
     }
 }
 
-/// Asks for all batches that an instance has kept.
-async fn replayed(replay: &(String, u16), budget: &Arc<Budget>) -> Result<ReplayResult> {
+/// Asks for the batches after those of `so_far`, and applies them.
+async fn replayed(
+    replay: &(String, u16),
+    budget: &Arc<Budget>,
+    mut so_far: ReplayResult,
+) -> Result<ReplayResult> {
     let failed = |why: &dyn std::fmt::Display| Error::new(format!("its replay failed: {why}"));
     let connected = connect(replay, SocketType::Dealer, budget).await;
     let mut connection = connected.map_err(|error| failed(&error))?;
-    connection.send(&replay_request(0), CONNECT).await.map_err(|error| failed(&error))?;
-    let mut so_far = ReplayResult { is_complete: true, ..ReplayResult::default() };
+    connection.send(&replay_request(so_far.next), CONNECT).await.map_err(|error| failed(&error))?;
     loop {
         let message = match connection.next().await.map_err(|error| failed(&error))? {
             Some(Input::Message(message)) => message,

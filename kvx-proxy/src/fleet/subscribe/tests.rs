@@ -144,11 +144,15 @@ impl Scene {
         Publisher::start(connection)
     }
 
-    /// Answers a request for a replay with these batches.
+    /// Answers a request for a replay of all batches with these.
     async fn replays(&self, batches: Vec<(u64, Vec<CacheEvent>)>) {
+        self.replays_from(0, batches).await;
+    }
+
+    async fn replays_from(&self, from: u64, batches: Vec<(u64, Vec<CacheEvent>)>) {
         let mut connection = accept(&self.replays, SocketType::Router).await;
         match timeout(LIMIT, connection.next()).await.unwrap().unwrap() {
-            Some(Input::Message(message)) => assert_eq!(message.frames(), replay_request(0)),
+            Some(Input::Message(message)) => assert_eq!(message.frames(), replay_request(from)),
             other => panic!("{other:?}"),
         }
         for (number, events) in batches {
@@ -216,14 +220,26 @@ async fn a_gap_is_replayed() {
     scene.replays(vec![(0, stored(0))]).await;
     scene.until(KnowledgeLevel::Exact, 1).await;
     publisher.publish(4, stored(3));
-    let all = [stored(0), stored(1), stored(2), removed(2), stored(3)];
-    scene.replays((0..).zip(all).collect()).await;
+    // The router asks for the missing batches alone, since an engine does not keep all.
+    let missing = [stored(1), stored(2), removed(2), stored(3)];
+    scene.replays_from(1, (1..).zip(missing).collect()).await;
     // The last block's parent was removed before it.
     scene.until(KnowledgeLevel::Exact, 2).await;
     assert_eq!(scene.gaps(), 1);
     publisher.publish(5, vec![CacheEvent::Cleared]);
     publisher.publish(6, stored(0));
     scene.until(KnowledgeLevel::Exact, 1).await;
+}
+
+#[tokio::test]
+async fn a_replay_that_ends_before_the_missing_batches_leaves_no_exact_knowledge() {
+    let scene = Scene::new(true).await;
+    let publisher = scene.subscriber().await;
+    scene.replays(vec![(0, stored(0))]).await;
+    scene.until(KnowledgeLevel::Exact, 1).await;
+    publisher.publish(4, stored(0));
+    scene.replays_from(1, Vec::new()).await;
+    scene.until(KnowledgeLevel::Degraded, 1).await;
 }
 
 #[tokio::test]

@@ -14,6 +14,7 @@ use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
 use crate::error::{Error, Result};
+use crate::log::shown;
 use crate::request::headers;
 use crate::upstream::{WHOLE, json_headers, whole, words};
 
@@ -24,9 +25,6 @@ use {
     tokio_rustls::rustls::crypto::ring,
     tokio_rustls::rustls::{ClientConfig, RootCertStore},
 };
-
-/// The most characters of a server's message that are kept.
-const LONGEST_MESSAGE: usize = 300;
 
 /// Timeouts of a connection attempt and of an answer.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -194,18 +192,6 @@ impl Endpoint {
             value => Err(EndpointError { status: Some(status.as_u16()), message: message(value) }),
         }
     }
-}
-
-/// Returns the beginning of a text of others, with control characters escaped.
-pub(crate) fn shown(text: &str) -> String {
-    let mut shown = String::new();
-    for character in text.chars().take(LONGEST_MESSAGE) {
-        match character.is_control() {
-            true => shown.extend(character.escape_default()),
-            false => shown.push(character),
-        }
-    }
-    shown
 }
 
 /// Returns the message of an answer that is an error, as far as it is [`shown`].

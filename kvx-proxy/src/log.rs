@@ -131,6 +131,21 @@ pub(crate) fn now() -> f64 {
     (since.as_secs_f64() * 1e3).round() / 1e3
 }
 
+/// The most characters of a server's message that are kept.
+const LONGEST_MESSAGE: usize = 300;
+
+/// Returns the beginning of a text of others, with control characters escaped.
+pub(crate) fn shown(text: &str) -> String {
+    let mut shown = String::new();
+    for character in text.chars().take(LONGEST_MESSAGE) {
+        match character.is_control() {
+            true => shown.extend(character.escape_default()),
+            false => shown.push(character),
+        }
+    }
+    shown
+}
+
 /// The most recent errors, for `/status`.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LastErrors(Arc<Mutex<VecDeque<serde_json::Value>>>);
@@ -139,10 +154,7 @@ impl LastErrors {
     const KEPT: usize = 32;
 
     pub(crate) fn add(&self, instance: &str, what: &str) {
-        let mut what = what.to_owned();
-        if let Some((end, _)) = what.char_indices().nth(300) {
-            what.truncate(end);
-        }
+        let what = shown(what);
         let mut errors = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if errors.len() == Self::KEPT {
             errors.pop_back();

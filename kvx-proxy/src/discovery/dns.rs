@@ -37,6 +37,7 @@ pub(crate) fn providers(setup: &Setup) -> Vec<Provider> {
     let provider = |(name, query): (String, DnsQuery)| Provider {
         name: name.into(),
         absences: setup.discovery.absences,
+        places: query.templates.iter().map(|(pool, role, _)| (pool.clone(), *role)).collect(),
         run: Box::new(move |reports| Box::pin(query.repeat(every, limit, reports))),
     };
     queries.into_iter().map(provider).collect()

@@ -10,7 +10,7 @@ pub(crate) mod status;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -56,6 +56,8 @@ pub(crate) struct Provider {
     pub(crate) name: Arc<str>,
     /// The number of lists in a row without an instance after which it is removed.
     pub(crate) absences: u32,
+    /// The pools and roles of its instances.
+    pub(crate) places: BTreeSet<(String, Role)>,
     /// Sends reports until it is dropped.
     pub(crate) run: Box<dyn FnOnce(Reports) -> ProviderTask + Send>,
 }
@@ -150,10 +152,12 @@ impl Reconciler {
             return;
         }
         self.tasks = JoinSet::new(); // ends the earlier ones
+        (self.sender, self.reports) = mpsc::channel(REPORTS); // so that none of their reports counts
         let mut before = std::mem::take(&mut self.wanted);
-        for Provider { name, absences, run } in providers(&setup) {
+        for Provider { name, absences, places, run } in providers(&setup) {
             let mut wanted = before.remove(&name).unwrap_or_default();
             wanted.absences = absences;
+            wanted.keep(&places);
             self.wanted.insert(Arc::clone(&name), wanted);
             let reports = Reports { name, sender: self.sender.clone() };
             self.tasks.spawn(run(reports));

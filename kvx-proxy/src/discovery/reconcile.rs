@@ -1,11 +1,11 @@
 //! The comparison of the providers' lists with the registry, without I/O.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::Discovered;
 use crate::fleet::Fleet;
-use crate::fleet::instance::{Origin, Place};
+use crate::fleet::instance::{Origin, Place, Role};
 use crate::setup::InstanceSetup;
 
 /// The most instances of a provider.
@@ -63,6 +63,11 @@ impl WantedInstances {
             self.instances.retain(|_, one| one.missing == 0);
         }
         Ok(returned)
+    }
+
+    /// Keeps the instances of these pools and roles.
+    pub(super) fn keep(&mut self, places: &BTreeSet<(String, Role)>) {
+        self.instances.retain(|(pool, role, _), _| places.contains(&(pool.clone(), *role)));
     }
 
     /// Returns the number of instances in the last list.

@@ -292,9 +292,13 @@ async fn over_udp(question: &Question, bytes: &[u8], server: SocketAddr) -> std:
     let socket = UdpSocket::bind(any).await?;
     socket.connect(server).await?;
     socket.send(bytes).await?;
-    let mut message = [0; UDP_ANSWER as usize];
+    // One byte more shows that an answer was longer.
+    let mut message = [0; UDP_ANSWER as usize + 1];
     loop {
         let length = socket.recv(&mut message).await?;
+        if length == message.len() && message.starts_with(&question.id.to_be_bytes()) {
+            return Ok(Reply::Truncated);
+        }
         // Anything else is an answer to someone else, or a forged one.
         if let Some(reply) = question.reply(&message[..length]) {
             return Ok(reply);

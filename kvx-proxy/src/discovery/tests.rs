@@ -34,7 +34,8 @@ impl Scripted {
                     }
                 })
             };
-            let provider = Provider { name: "script".into(), absences, run: Box::new(run) };
+            let places = ["default", "later"].map(|pool| (pool.to_owned(), Role::Decode)).into();
+            let provider = Provider { name: "script".into(), absences, places, run: Box::new(run) };
             if setup.prefix_tokens == 0 { Vec::new() } else { vec![provider] }
         };
         tokio::spawn(discover(Arc::clone(&core), provider));
@@ -170,8 +171,8 @@ fn an_address_that_is_back_is_asked_again() {
         before.iter().for_each(|one| _ = one.state.healthy());
         script.list(&[found("b:1")]).await;
         script.list(&[found("a:1"), found("b:1")]).await;
-        let checked: Vec<_> = script.all().iter().map(|one| one.state.is_checked()).collect();
-        assert_eq!(checked, [false, true, true]);
+        let stale: Vec<_> = script.all().iter().map(|one| one.state.is_stale()).collect();
+        assert_eq!(stale, [true, false, false]);
         assert!(Arc::ptr_eq(&before[0].state, &script.named("a:1").state));
         assert!(before[0].state.is_sound(), "it serves until then");
     });

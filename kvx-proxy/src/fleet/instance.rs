@@ -122,6 +122,7 @@ pub(crate) struct State {
     /// Counts the turns of the instance's data parallel ranks.
     turn: AtomicU64,
     checked: AtomicBool,
+    is_stale: AtomicBool,
     /// True while one request tries the instance after an ejection.
     trying: AtomicBool,
     faults: Mutex<Faults>,
@@ -157,6 +158,7 @@ impl Default for State {
             models: Models::default(),
             turn: AtomicU64::new(0),
             checked: AtomicBool::new(false),
+            is_stale: AtomicBool::new(false),
             trying: AtomicBool::new(false),
             faults: Mutex::default(),
             kind: Mutex::default(),
@@ -209,9 +211,20 @@ impl State {
         self.checked.load(Relaxed)
     }
 
-    /// Lets the next check ask for everything, as the first one does.
+    /// Lets the next check ask for the models and the kind too: another instance may have taken the
+    /// address.
     pub(crate) fn check_again(&self) {
-        self.checked.store(false, Relaxed);
+        self.is_stale.store(true, Relaxed);
+    }
+
+    /// Returns true if the next check asks for the models and the kind.
+    pub(crate) fn is_stale(&self) -> bool {
+        self.is_stale.load(Relaxed)
+    }
+
+    /// Returns the same, and forgets it.
+    pub(crate) fn take_stale(&self) -> bool {
+        self.is_stale.swap(false, Relaxed)
     }
 
     /// Returns true if a request may be sent to the instance. After an ejection, one request may
@@ -313,11 +326,11 @@ impl State {
     /// Records a failed health check. With `spared` the instance stays up. Returns true if this
     /// failure took it down.
     pub(crate) fn unhealthy(&self, words: &str, health: &Health, spared: bool) -> bool {
-        let first = !self.checked.swap(true, Relaxed);
+        self.checked.store(true, Relaxed);
         let mut faults = lock(&self.faults);
         faults.health += 1;
         faults.last = Some(words.to_owned());
-        if first || spared || self.is_down() || faults.health < health.down_after {
+        if spared || self.is_down() || faults.health < health.down_after {
             return false;
         }
         self.closed_until.store(DOWN, Relaxed);

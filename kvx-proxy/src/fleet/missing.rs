@@ -21,8 +21,7 @@ pub(crate) struct MissingSides {
 
 impl Fleet {
     /// Returns what each pool lacks in these roles to serve a request, for the model if it is
-    /// named. A pool without prefill instances lacks none, unless
-    /// they are discovered.
+    /// named. A pool without prefill instances lacks none, unless they are discovered.
     pub(crate) fn missing(
         &self,
         model: Option<ModelName<'_>>,

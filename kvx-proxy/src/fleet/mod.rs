@@ -44,8 +44,8 @@ pub(crate) struct Fleet {
     pub(crate) prefill: Vec<Arc<Instance>>,
     pub(crate) decode: Vec<Arc<Instance>>,
     pub(crate) names: Arc<ModelNames>,
-    prefill_turns: RoundRobin,
-    decode_turns: RoundRobin,
+    prefill_turns: Arc<RoundRobin>,
+    decode_turns: Arc<RoundRobin>,
     choice: Choice,
     fallback: Fallback,
     eject_for: std::time::Duration,
@@ -63,8 +63,9 @@ impl Fleet {
             prefill: Vec::new(),
             decode: Vec::new(),
             names: before.map(|before| Arc::clone(&before.names)).unwrap_or_default(),
-            prefill_turns: RoundRobin::default(),
-            decode_turns: RoundRobin::default(),
+            // A new instance begins at the turn of the others, and not at the first one.
+            prefill_turns: before.map(|one| Arc::clone(&one.prefill_turns)).unwrap_or_default(),
+            decode_turns: before.map(|one| Arc::clone(&one.decode_turns)).unwrap_or_default(),
             choice: setup.choice,
             fallback: setup.fallback,
             eject_for: setup.health.eject_for,
@@ -123,8 +124,8 @@ impl Fleet {
             prefill: kept(&self.prefill),
             decode: kept(&self.decode),
             names: Arc::clone(&self.names),
-            prefill_turns: RoundRobin::default(),
-            decode_turns: RoundRobin::default(),
+            prefill_turns: Arc::clone(&self.prefill_turns),
+            decode_turns: Arc::clone(&self.decode_turns),
             leaving_out: Arc::clone(&self.leaving_out),
             ..*self
         }

@@ -50,7 +50,7 @@ pub(crate) enum WatchScope {
     Everything,
     /// All instances: health only.
     Health,
-    /// Instances that were never checked: health, models and kind.
+    /// Instances that were never checked, or may have been replaced: health, models and kind.
     Newcomers,
 }
 
@@ -58,9 +58,8 @@ pub(crate) enum WatchScope {
 pub(crate) async fn round(core: &Arc<Core>, live: &Arc<LiveSetup>, look: WatchScope) {
     let models = look != WatchScope::Health;
     let mut checks = JoinSet::new();
-    for instance in
-        live.fleet.all().filter(|one| look != WatchScope::Newcomers || !one.state.is_checked())
-    {
+    let is_new = |one: &&Arc<Instance>| !one.state.is_checked() || one.state.is_stale();
+    for instance in live.fleet.all().filter(|one| look != WatchScope::Newcomers || is_new(one)) {
         let (core, live, instance) = (Arc::clone(core), Arc::clone(live), Arc::clone(instance));
         checks.spawn(async move { check(&core, &live, &instance, models).await });
     }
@@ -77,7 +76,8 @@ async fn check(core: &Core, live: &LiveSetup, instance: &Instance, models: bool)
         };
     let well = match well {
         Ok(()) => {
-            let fresh = instance.state.is_down();
+            let (fresh, stale) = (instance.state.is_down(), instance.state.take_stale());
+            let models = models || stale;
             if fresh || models {
                 learn_models(live, instance).await;
             }

@@ -11,7 +11,8 @@ use serde::de::IgnoredAny;
 use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
-use crate::endpoint::{EndpointClient, message, shown};
+use crate::endpoint::{EndpointClient, message};
+use crate::log::shown;
 use crate::sse::WholeEvents;
 use crate::upstream::{whole, words};
 

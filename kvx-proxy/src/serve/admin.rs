@@ -198,7 +198,8 @@ pub(super) async fn remove(
             match fleet.find(pool, role, name).map(|known| &known.origin) {
                 Some(Origin::Discovered { provider, .. }) => {
                     let words = format!(
-                        "{provider} would find {name} again; POST it with \"draining\": true instead"
+                        "{provider} would find {name} again; POST it with \"draining\": true, and DELETE it \
+                         when it has ended"
                     );
                     Err(ApiError::client(StatusCode::CONFLICT, words))
                 }

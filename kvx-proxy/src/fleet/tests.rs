@@ -73,6 +73,18 @@ fn round_robin_follows_the_weights_and_does_not_flood_a_returning_instance() {
 }
 
 #[test]
+fn round_robin_does_not_flood_an_instance_that_is_added() {
+    let fleet = decodes("round-robin", &[1.0, 1.0]);
+    (0..1000).for_each(|_| drop(fleet.choose_alone(&wanted(1, 0)).unwrap()));
+    let added = InstanceSetup::new("http://new:1").unwrap();
+    let fleet = fleet.with(0, Role::Decode, added);
+    fleet.all().for_each(|one| _ = one.state.healthy());
+    let _held: Vec<_> = (0..30).map(|_| fleet.choose_alone(&wanted(1, 0)).unwrap()).collect();
+    let new = fleet.decode.iter().find(|one| one.name() == "new:1").unwrap();
+    assert!((9..=11).contains(&new.state.requests()), "{}", new.state.requests());
+}
+
+#[test]
 fn a_prefix_keeps_its_instance_until_the_bound() {
     let fleet = decodes("prefix", &[1.0; 8]);
     let home = fleet.choose_alone(&wanted(1, 7)).unwrap().instance.name().to_owned();

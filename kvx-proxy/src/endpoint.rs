@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::Full;
+use hyper::body::Incoming;
 use hyper::header::HeaderMap;
-use hyper::{Method, Request, Uri};
+use hyper::{Method, Request, Response, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
@@ -67,7 +68,7 @@ pub(crate) fn client(endpoints: &[Endpoint]) -> Result<EndpointClient> {
 }
 
 /// Scheme, host and port of a server, and the path prefix before `/v1`.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Endpoint(String);
 
 /// Why an endpoint gave no answer.
@@ -179,10 +180,7 @@ impl Endpoint {
         body: Option<String>,
     ) -> std::result::Result<Value, EndpointError> {
         let until = Instant::now() + ANSWER;
-        let request = self.request(key, path, body)?;
-        let response = timeout_at(until, client.request(request)).await;
-        let response =
-            response.map_err(|_| "no answer in time".to_owned())?.map_err(|error| words(&error))?;
+        let response = head_by(client, self.request(key, path, body)?, until).await?;
         let status = response.status();
         let bytes =
             whole(response.into_body(), WHOLE, until).await.map_err(|fault| fault.to_string())?;
@@ -192,6 +190,16 @@ impl Endpoint {
             value => Err(EndpointError { status: Some(status.as_u16()), message: message(value) }),
         }
     }
+}
+
+/// Sends a request, and waits for the head of the answer.
+pub(crate) async fn head_by(
+    client: &EndpointClient,
+    request: Request<Full<Bytes>>,
+    until: Instant,
+) -> std::result::Result<Response<Incoming>, EndpointError> {
+    let response = timeout_at(until, client.request(request)).await;
+    Ok(response.map_err(|_| "no answer in time".to_owned())?.map_err(|error| words(&error))?)
 }
 
 /// Returns the message of an answer that is an error, as far as it is [`shown`].

@@ -7,6 +7,8 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("proxy_dns", dns),
     ("proxy_headers", headers),
     ("proxy_setup", setup),
+    ("proxy_etcd", etcd),
+    ("proxy_registration", registration),
 ];
 
 /// Parses a stream of events, cut into pieces of the length in its first byte.
@@ -35,6 +37,16 @@ pub fn setup(bytes: &[u8]) {
     if let Ok(setup) = crate::Setup::from_toml(text) {
         crate::fleet::Fleet::new(&setup, None);
     }
+}
+
+/// Parses an answer of etcd, and a line of its watch.
+pub fn etcd(bytes: &[u8]) {
+    crate::etcd::fuzz(bytes);
+}
+
+/// Decodes a registration: its key, a NUL byte, and its value.
+pub fn registration(bytes: &[u8]) {
+    crate::registration::fuzz(bytes);
 }
 
 #[cfg(test)]
@@ -76,6 +88,13 @@ mod tests {
         b"\xc0\x0c",
         b"\0\x21\0\x01",
         b"dns+http://",
+        b"\"revision\":\"",
+        b"\"canceled\":true,",
+        b"YQ==",
+        b"/kvx/v1/instances/f/decode/",
+        b"\"instance\":{",
+        b"\"expires\":",
+        b"\"mac\":\"",
     ];
 
     fn run(name: &str, seeds: &[&[u8]], check: fn(&[u8])) {
@@ -130,5 +149,24 @@ mod tests {
             b"[[pool]]\nname = 'a'\ndecode = [{ url = 'http://d:1', weight = 2.5, ranks = 4, http = 'h2c' }]\n",
         ];
         run("setup", &seeds, setup);
+    }
+
+    #[test]
+    fn answers_of_etcd() {
+        let seeds: [&[u8]; 3] = [
+            br#"{"header":{"revision":"7"},"kvs":[{"key":"YQ==","mod_revision":"5","value":"Yg=="}],"more":true}"#,
+            br#"{"result":{"header":{"revision":"9"},"events":[{"type":"DELETE","kv":{"key":"YQ==","mod_revision":"9"}}]}}"#,
+            br#"{"error":{"grpc_code":14,"message":"no leader"}}"#,
+        ];
+        run("etcd", &seeds, etcd);
+    }
+
+    #[test]
+    fn registrations() {
+        let seeds: [&[u8]; 2] = [
+            b"/kvx/v1/instances/f/decode/0000000000000005\0{\"instance\":{\"role\":\"decode\",\"url\":\"http://10.0.0.1:8000\"},\"expires\":1000}",
+            b"/kvx/v1/instances/f/prefill/0123456789abcdef\0{\"instance\":{\"url\":\"http://[::1]:1\",\"role\":\"prefill\",\"events\":\"tcp://*:5\",\"weight\":2.5}}",
+        ];
+        run("registration", &seeds, registration);
     }
 }

@@ -9,6 +9,7 @@ mod compare;
 mod discovery;
 mod endpoint;
 mod error;
+mod etcd;
 mod explain;
 mod fleet;
 #[doc(hidden)]
@@ -17,6 +18,7 @@ mod log;
 mod metrics;
 mod random;
 mod recording;
+pub mod registration;
 mod relay;
 mod release;
 pub mod replay;
@@ -38,7 +40,7 @@ pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, Releas
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Discovery, EventSource, Fallback, Finding,
-    FleetSecret, Health, InstanceSetup, Pool, PoolConnector, Retries, Setup, Timeouts,
+    FleetSecret, Health, InstanceSetup, Pool, PoolConnector, Retries, Role, Setup, Timeouts,
     parse_duration, parse_size,
 };
 

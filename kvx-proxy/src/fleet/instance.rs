@@ -11,29 +11,11 @@ use super::knowledge::drift::Prediction;
 use super::knowledge::{CacheKnowledge, PromptParts};
 use super::models::Models;
 use super::tokenizer_pause::TokenizerPause;
+pub(crate) use crate::setup::Role;
 use crate::setup::{Health, InstanceSetup};
 
 /// A request whose prompt is cached costs at least this part of one that is not.
 const LEAST_PART: u64 = 16;
-
-/// The role of an instance in its pool.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
-)]
-#[serde(rename_all = "lowercase")]
-pub(crate) enum Role {
-    Prefill,
-    Decode,
-}
-
-impl Role {
-    pub(crate) fn as_str(self) -> &'static str {
-        match self {
-            Role::Prefill => "prefill",
-            Role::Decode => "decode",
-        }
-    }
-}
 
 /// The source of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]

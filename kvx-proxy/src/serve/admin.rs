@@ -8,8 +8,7 @@ use bytes::Bytes;
 use http_body_util::{BodyExt, Limited};
 use hyper::header::HeaderMap;
 use hyper::{Request, Response, StatusCode};
-use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use super::keys::Keys;
 use crate::fleet::Fleet;
@@ -17,7 +16,7 @@ use crate::fleet::instance::{Instance, Origin, PrefillKind, Role};
 use crate::fleet::knowledge::CacheKnowledge;
 use crate::relay::api_error::{ApiError, json_response};
 use crate::relay::core::Core;
-use crate::setup::{InstanceSetup, InstanceTable};
+use crate::setup::{InstanceSetup, InstanceTable, InstanceTarget};
 
 type AdminAnswer = Result<Response<Body>, ApiError>;
 
@@ -101,17 +100,7 @@ pub(super) async fn list(State(core): State<Arc<Core>>, headers: HeaderMap) -> R
     answer(admitted(&core, &headers).map(|()| json_response(StatusCode::OK, &list_of(&core))))
 }
 
-/// The role and the pool of the instance that a request changes.
-#[derive(Deserialize)]
-struct InstanceTarget {
-    role: Role,
-    pool: Option<String>,
-}
-
-async fn body_of(
-    core: &Core,
-    request: Request<Body>,
-) -> Result<serde_json::Map<String, Value>, ApiError> {
+async fn body_of(core: &Core, request: Request<Body>) -> Result<Map<String, Value>, ApiError> {
     let (parts, body) = request.into_parts();
     admitted(core, &parts.headers)?;
     let time = core.live().setup.limits.body_time;
@@ -125,19 +114,8 @@ async fn body_of(
 }
 
 /// Splits a body into the target and the settings of an instance.
-fn read(
-    mut body: serde_json::Map<String, Value>,
-) -> Result<(InstanceTarget, InstanceTable), ApiError> {
-    let refused = |error: serde_json::Error| ApiError::bad_request(error.to_string());
-    let mut place = serde_json::Map::new();
-    for key in ["role", "pool"] {
-        if let Some(value) = body.remove(key) {
-            place.insert(key.to_owned(), value);
-        }
-    }
-    let place: InstanceTarget = serde_json::from_value(Value::Object(place)).map_err(refused)?;
-    let table: InstanceTable = serde_json::from_value(Value::Object(body)).map_err(refused)?;
-    Ok((place, table))
+fn read(body: Map<String, Value>) -> Result<(InstanceTarget, InstanceTable), ApiError> {
+    InstanceTarget::split(body).map_err(|error| ApiError::bad_request(error.to_string()))
 }
 
 impl InstanceTarget {

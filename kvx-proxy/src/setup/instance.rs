@@ -3,12 +3,42 @@
 use std::fmt;
 
 use hyper::Uri;
-use serde::Deserialize;
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
 use crate::zmtp::parse_endpoint;
+
+/// The role of an instance in its pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    /// Computes prompts.
+    Prefill,
+    /// Generates tokens.
+    Decode,
+}
+
+impl Role {
+    /// Returns `prefill` or `decode`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        }
+    }
+
+    /// Parses `prefill` or `decode`.
+    ///
+    /// # Errors
+    ///
+    /// Fails for any other name; the message lists the valid ones.
+    pub fn from_name(name: &str) -> Result<Self> {
+        super::from_name("role", name)
+    }
+}
 
 /// The configuration of one server, or of all that DNS has under a name.
 #[derive(Clone, Debug, PartialEq)]
@@ -183,6 +213,30 @@ impl InstanceSetup {
             }
         }
         Some(found)
+    }
+}
+
+/// The role and the pool of an instance in JSON.
+#[derive(Deserialize)]
+pub(crate) struct InstanceTarget {
+    pub(crate) role: Role,
+    pub(crate) pool: Option<String>,
+}
+
+impl InstanceTarget {
+    /// Splits the JSON of an instance, as `POST /instances` takes it, into its target and its
+    /// settings.
+    pub(crate) fn split(
+        mut instance: Map<String, Value>,
+    ) -> serde_json::Result<(Self, InstanceTable)> {
+        let mut target = Map::new();
+        for key in ["role", "pool"] {
+            target.extend(instance.remove_entry(key));
+        }
+        Ok((
+            serde_json::from_value(Value::Object(target))?,
+            serde_json::from_value(Value::Object(instance))?,
+        ))
     }
 }
 

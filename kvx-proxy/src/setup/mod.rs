@@ -16,8 +16,8 @@ use serde::de::Deserializer;
 
 pub use api_key::{ApiKey, FleetSecret};
 pub use check::Finding;
-pub(crate) use instance::{DnsRecords, InstanceTable};
-pub use instance::{EventSource, InstanceSetup};
+pub(crate) use instance::{DnsRecords, InstanceTable, InstanceTarget};
+pub use instance::{EventSource, InstanceSetup, Role};
 
 use crate::error::{Error, Result};
 use crate::release::BlockReleaser;

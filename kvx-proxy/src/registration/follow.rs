@@ -1,0 +1,164 @@
+//! Keeps the list of a fleet's registrations.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+use super::Registration;
+use super::address::FleetAddress;
+use super::refusal::Refusals;
+use super::table::{MOST, Table};
+use crate::error::Result;
+use crate::etcd::{Backoff, Client, Reporter, Watch, WatchEnd};
+use crate::setup::FleetSecret;
+
+/// The time between complete lists.
+const LIST: Duration = Duration::from_secs(60);
+
+/// A list of registrations; `None` until etcd has answered for the first time.
+type Listed = Option<Arc<[Registration]>>;
+
+/// The list of a fleet's registrations, which a task keeps until this is dropped.
+#[derive(Debug)]
+pub struct FleetList {
+    list: watch::Receiver<Listed>,
+    refusals: Arc<Refusals>,
+    _task: JoinSet<()>,
+}
+
+impl FleetList {
+    /// Returns a receiver of complete lists: the latest one, `None` until etcd has answered for the
+    /// first time, and each that differs from the one before.
+    ///
+    /// While etcd does not answer, the list stays as it is. After such an outage entries that are
+    /// missing, or that have expired, leave it only after the time of a lease, in which their
+    /// instances can register again.
+    pub fn subscribe(&self) -> watch::Receiver<Option<Arc<[Registration]>>> {
+        self.list.clone()
+    }
+
+    /// Returns how many entries were refused, by [the reason's name](super::Refusal::as_str). Each
+    /// complete list, once a minute, counts the refused entries again.
+    pub fn refusals(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        self.refusals.counts()
+    }
+}
+
+/// Follows the registrations of a fleet, in a task of the current tokio runtime. With a secret,
+/// entries without a MAC of that secret are refused.
+///
+/// # Errors
+///
+/// Fails if the client cannot be created, for example because of the system's trusted certificates.
+/// An etcd that does not answer is no error: it is tried again without end.
+pub fn follow(fleet: &FleetAddress, secret: Option<&FleetSecret>) -> Result<FleetList> {
+    let refusals = Arc::<Refusals>::default();
+    let (sender, list) = watch::channel(None);
+    let follower = Follower {
+        client: fleet.client()?,
+        prefix: fleet.prefix(),
+        grace: fleet.lease(),
+        resume: None,
+        published: Published {
+            table: Table::new(fleet.clone(), secret.cloned(), refusals.clone()),
+            sender,
+        },
+        reporter: Reporter::new("registrations in etcd"),
+        backoff: Backoff::new(),
+    };
+    let mut task = JoinSet::new();
+    task.spawn(follower.run());
+    Ok(FleetList { list, refusals, _task: task })
+}
+
+/// The table, and the receivers of its registrations.
+struct Published {
+    table: Table,
+    sender: watch::Sender<Listed>,
+}
+
+impl Published {
+    fn publish(&self) {
+        let registrations = self.table.registrations();
+        self.sender.send_if_modified(|listed| {
+            let is_new = listed.as_deref() != Some(&registrations[..]);
+            if is_new {
+                *listed = Some(registrations.into());
+            }
+            is_new
+        });
+    }
+}
+
+struct Follower {
+    client: Client,
+    prefix: String,
+    /// The time in which instances register again after an outage.
+    grace: Duration,
+    /// The revision at which a watch can continue.
+    resume: Option<u64>,
+    published: Published,
+    reporter: Reporter,
+    backoff: Backoff,
+}
+
+impl Follower {
+    async fn run(mut self) {
+        let mut strict = true;
+        loop {
+            let ended = self.round(strict).await;
+            strict = ended.is_ok();
+            if let Err(why) = ended {
+                self.reporter.failed(why);
+                tokio::time::sleep(self.backoff.next()).await; // before the next attempt
+            }
+        }
+    }
+
+    /// Lists the registrations, unless a watch can continue, and applies changes until it is time
+    /// for the next list. A strict list removes what is missing.
+    async fn round(&mut self, strict: bool) -> std::result::Result<(), String> {
+        let from = match self.resume.take() {
+            Some(from) => from,
+            None => self.list(strict).await? + 1,
+        };
+        let ended = Watch::open(&self.client, &self.prefix, from).await;
+        let mut watch = ended.map_err(|end| ended_at(&mut self.resume, from, &end))?;
+        self.reporter.works();
+        self.backoff.reset();
+        let until = Instant::now() + if strict { LIST } else { self.grace };
+        while let Ok(changes) = timeout_at(until, watch.changes()).await {
+            match changes {
+                Ok(changes) => {
+                    changes
+                        .into_iter()
+                        .for_each(|change| self.published.table.apply(change, strict));
+                    self.published.publish();
+                }
+                Err(end) => return Err(ended_at(&mut self.resume, watch.next_revision(), &end)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the complete list, and returns its revision.
+    async fn list(&mut self, strict: bool) -> std::result::Result<u64, String> {
+        let table = &self.published.table;
+        let mut entries = table.begin(strict);
+        let each = |entry| table.add(&mut entries, entry, strict);
+        let listed = self.client.list(&self.prefix, MOST, each).await;
+        let revision = listed.map_err(|error| error.to_string())?;
+        self.published.table.replace(entries);
+        self.published.publish();
+        Ok(revision)
+    }
+}
+
+/// Notes where another watch can continue, if one can.
+fn ended_at(resume: &mut Option<u64>, next: u64, end: &WatchEnd) -> String {
+    *resume = matches!(end, WatchEnd::Cut(_)).then_some(next);
+    end.to_string()
+}

@@ -16,6 +16,8 @@ mod nixl;
 mod probe;
 #[cfg(feature = "proxy")]
 mod proxy;
+#[cfg(feature = "proxy")]
+mod register;
 #[cfg(feature = "release")]
 mod release;
 #[cfg(feature = "proxy")]
@@ -78,6 +80,9 @@ enum Command {
     /// Route requests of clients to a fleet of prefill and decode instances.
     #[cfg(feature = "proxy")]
     Proxy(Box<proxy::Arguments>),
+    /// Register an engine, such as vLLM, in a fleet in etcd while it is healthy.
+    #[cfg(feature = "proxy")]
+    Register(register::Arguments),
     /// Play recorded requests against a fleet, and measure its answers.
     #[cfg(feature = "proxy")]
     Replay(Box<replay::Arguments>),
@@ -173,6 +178,8 @@ fn main() -> ExitCode {
         },
         #[cfg(feature = "proxy")]
         Command::Proxy(arguments) => proxy::run(&arguments, out),
+        #[cfg(feature = "proxy")]
+        Command::Register(arguments) => register::run(&arguments),
         #[cfg(feature = "proxy")]
         Command::Replay(arguments) => replay::run(&arguments, out),
         Command::Secret(arguments) => secret::run(&arguments, out),

@@ -9,6 +9,7 @@ pub mod http;
 pub mod kv;
 pub mod model;
 pub mod rank;
+pub mod registration;
 pub mod server;
 pub mod tokenizer;
 

@@ -20,6 +20,7 @@ use crate::http::{self, Hosts, JOIN_TIMEOUT, JoinRequest, Keys, Recorder, Servic
 use crate::kv::{self, Kv, KvTransferConfig, ParamsTrust, Secret};
 use crate::model::{Chunk, Config, Dtype, Model, ModelError, Pool, PoolLayout, Result};
 use crate::rank::{self, AllRanks, RankProcess, RankSetup, RankSockets};
+use crate::registration::ServerRegistration;
 use crate::tokenizer::Tokenizer;
 
 /// The default size of the pool, in bytes.
@@ -88,6 +89,8 @@ pub struct Options {
     pub transfer: Option<KvTransferConfig>,
     /// The fleet's secret, with which the hosts of this server authenticate each other.
     pub secret: Option<Secret>,
+    /// The registration in a fleet, if there is one. A host behind a head has none.
+    pub registration: Option<ServerRegistration>,
 }
 
 /// The place of the data-parallel ranks that are not on this server.
@@ -432,7 +435,18 @@ pub async fn serve(
                 () = &mut stop => return Ok(()),
             }
         }
+        let registered = match (options.registration, address) {
+            (Some(registration), Some(address)) => Some(registration.register(address)?),
+            _ => None,
+        };
         started();
+        let stop = async {
+            stop.await;
+            // Routers send nothing new while the answers end.
+            if let Some(registered) = registered {
+                registered.leave().await;
+            }
+        };
         http::serve(listener, service, keys, stop, DRAIN).await;
         Ok(())
     };

@@ -99,6 +99,16 @@ pub(super) struct Flags {
     /// carry prompts as token ids, to everyone who reaches the endpoint.
     #[arg(long, value_name = "JSON", value_parser = events)]
     pub(super) kv_events_config: Option<EventsConfig>,
+    /// Register in this fleet in etcd, from which routers learn the server's address, and leave it
+    /// before the last answers end. ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD name etcd's user.
+    #[arg(long, value_name = "etcd://HOST:PORT/FLEET")]
+    pub(super) register: Option<String>,
+    /// The role in the fleet: prefill or decode [default: that of kv_role].
+    #[arg(long, value_name = "ROLE", requires = "register")]
+    pub(super) register_role: Option<String>,
+    /// The URL for routers [default: http:// and the address that this server listens on].
+    #[arg(long, value_name = "URL", requires = "register")]
+    pub(super) register_url: Option<String>,
     /// Report in `usage` how many tokens of the prompt came from the cache.
     #[arg(long)]
     pub(super) enable_prompt_tokens_details: bool,

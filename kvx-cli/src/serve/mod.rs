@@ -2,6 +2,7 @@
 
 mod flags;
 mod models;
+mod registration;
 mod security;
 
 use std::io::Write;
@@ -89,6 +90,8 @@ pub(crate) fn run(arguments: Vec<String>, out: &mut dyn Write) -> Result<()> {
 
 fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
     let (data_parallel_here, others) = data_parallel(&flags)?;
+    let secret = Secret::from_environment()?;
+    let registration = registration::registration(&flags, &transfer, secret.as_ref())?;
     let transfer = match &flags.data_parallel_address {
         Some(host) => transfer.with_first_rank_at(host),
         None => transfer,
@@ -149,7 +152,8 @@ fn options(flags: Flags, transfer: KvTransferConfig) -> Result<Options> {
         spoil: flags.spoil_a_moved_block,
         events: flags.kv_events_config.filter(EventsConfig::is_on),
         transfer: transfer.is_kv_transfer_instance().then_some(transfer),
-        secret: Secret::from_environment()?,
+        secret,
+        registration,
     })
 }
 

@@ -376,7 +376,7 @@ impl Drop for Server {
 }
 
 /// Reads an answer to its end, and returns its status and its body.
-fn answer(mut stream: TcpStream) -> (u16, String) {
+pub(crate) fn answer(mut stream: TcpStream) -> (u16, String) {
     let mut text = Vec::new();
     stream.read_to_end(&mut text).expect("an answer in time");
     let (head, body) = split(&text);

@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use crate::model::{ModelError, Result};
 
-/// What a server registers, and where.
+/// A server's entry, and the fleet that has it.
 #[derive(Clone, Debug)]
 pub struct ServerRegistration {
     /// The fleet.

@@ -1,4 +1,4 @@
-//! What `kvx serve --register` registers.
+//! The registration that the flags of `kvx serve` ask for.
 
 use kvx::Secret;
 use kvx::config::{self, ConnectorKind, KvTransferConfig, RankNumbers};

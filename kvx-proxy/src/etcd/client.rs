@@ -161,8 +161,8 @@ impl Client {
         Ok(())
     }
 
-    /// Calls `each` with every entry of a prefix, at most about `most` of them, all of one revision,
-    /// which it returns.
+    /// Calls `each` with every entry of a prefix, at most about `most` of them. All are of one
+    /// revision, which this returns.
     pub(crate) async fn list(
         &self,
         prefix: &str,
@@ -367,7 +367,8 @@ fn read<A: DeserializeOwned>(status: StatusCode, body: &[u8]) -> Result<A, CallE
     let status = status.as_u16();
     let Ok(error) = serde_json::from_slice::<ErrorAnswer>(body) else {
         return Err(CallError::unavailable(format!(
-            "status {status} without etcd's JSON: is this the port of clients, and etcd at least 3.4?"
+            "status {status} without etcd's JSON: is it the port for clients, and etcd 3.4 or \
+             later?"
         )));
     };
     match refused(error) {

@@ -99,7 +99,7 @@ pub(super) struct TokenAnswer {
     pub(super) token: String,
 }
 
-/// An answer of which nothing is read.
+/// An answer whose fields are not needed.
 #[derive(Debug, Deserialize)]
 pub(super) struct EmptyAnswer {}
 
@@ -167,8 +167,8 @@ mod tests {
     #[test]
     fn answers_of_etcd_3_4_are_read() {
         let range = r#"{"header":{"cluster_id":"1","revision":"7"},
-            "kvs":[{"key":"YQ==","create_revision":"3","mod_revision":"5","version":"2","value":"Yg=="}],
-            "count":"1"}"#;
+            "kvs":[{"key":"YQ==","create_revision":"3","mod_revision":"5","version":"2",
+            "value":"Yg=="}],"count":"1"}"#;
         let range: RangeAnswer = serde_json::from_str(range).unwrap();
         assert_eq!((range.header.revision.0, range.more), (7, false));
         let entry = KeyValue { key: b"a".into(), value: b"b".into(), created: 3 };

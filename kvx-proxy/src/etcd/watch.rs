@@ -13,7 +13,8 @@ use super::client::{CALL, CallError, Client, prefix_end, refused};
 use super::messages::{Base64, KeyValue, Number, Streamed, WatchAnswer};
 use crate::log::shown;
 
-/// The most bytes of a line. One has all changes of a revision, or of many while a watch catches up.
+/// The most bytes of a line. One has all changes of a revision, or of many while a watch catches
+/// up.
 const LINE: usize = 16 << 20;
 /// The silence after which the member is checked.
 const SILENCE: Duration = Duration::from_secs(5);

@@ -36,7 +36,7 @@ struct Entry<'a> {
     mac: Option<String>,
 }
 
-/// What an instance registers, under the same key for its whole life.
+/// The entry of an instance, under the same key for its whole life.
 #[derive(Clone, Debug)]
 pub(super) struct OwnEntry {
     pub(super) key: String,
@@ -202,7 +202,7 @@ pub(crate) fn fuzz(bytes: &[u8]) {
         let own = fleet.key(registration.role, registration.id);
         assert_eq!(own.as_bytes(), key, "a key has one spelling");
     } else {
-        assert!(signed.is_err(), "what is invalid is not valid with a secret");
+        assert!(signed.is_err(), "a secret makes no entry valid");
     }
 }
 

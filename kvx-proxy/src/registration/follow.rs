@@ -119,7 +119,7 @@ impl Follower {
     }
 
     /// Lists the registrations, unless a watch can continue, and applies changes until it is time
-    /// for the next list. A strict list removes what is missing.
+    /// for the next list. A strict list removes missing entries.
     async fn round(&mut self, strict: bool) -> std::result::Result<(), String> {
         let from = match self.resume.take() {
             Some(from) => from,

@@ -2,8 +2,8 @@
 //!
 //! An instance is the key `/kvx/v1/instances/FLEET/ROLE/ID` while its lease lasts. ID is drawn at
 //! random by each process. The value has the JSON that `POST /instances` of the router takes, the
-//! time at which it expires, and, in a fleet with a secret, a MAC: whoever can write to etcd would
-//! receive prompts otherwise.
+//! time at which it expires, and, in a fleet with a secret, a MAC: otherwise a client that can write
+//! to etcd could receive prompts.
 //!
 //! ```no_run
 //! use kvx_proxy::registration::{FleetAddress, register};

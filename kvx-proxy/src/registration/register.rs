@@ -171,8 +171,8 @@ impl Keeper {
         }
     }
 
-    /// Deletes the key, and ends the lease. Without the first, a key could stay whose lease has been
-    /// replaced.
+    /// Deletes the key, and ends the lease. The end of the lease alone could leave a key that belongs
+    /// to an earlier one.
     async fn leave(&self) {
         if let Err(error) = self.client.delete(&self.entry.key).await {
             tracing::warn!("cannot delete the registration, which ends with its lease: {error}");

@@ -188,7 +188,7 @@ mod tests {
         };
         table.replace(Entries::from([(known.key.clone(), Arc::new(held))]));
         list(&mut table, &[known.clone(), entry(2, 2, 2, old)], false);
-        assert_eq!(ids(&table), [1], "only what was valid before");
+        assert_eq!(ids(&table), [1], "only entries that were valid before");
         list(&mut table, &[known], true);
         assert_eq!(ids(&table), [0; 0]);
         assert!(refusals.counts().any(|count| count == ("expired", 2)));

@@ -278,7 +278,7 @@ async fn with_a_secret_forged_unsigned_and_expired_entries_are_refused_and_count
     {
         assert_eq!(list.refused(reason), count, "{reason}");
     }
-    // The same by the watch, and a registration that is overwritten.
+    // Entries that the watch reports, one of which overwrites a registration.
     client.put(&own(2, None).key, &own(2, Some(&theirs)).value(), 0).await.unwrap();
     let key = fleet.key(Role::Decode, registered.id());
     client.put(&key, &own(registered.id(), Some(&theirs)).value(), 0).await.unwrap();

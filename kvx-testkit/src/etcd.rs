@@ -32,12 +32,17 @@ impl Etcd {
     /// If it does not answer.
     #[expect(clippy::expect_used, reason = "a test without a port cannot go on")]
     pub fn start() -> Option<Etcd> {
-        let folder = std::env::temp_dir().join(unique("kvx-etcd"));
-        let port = free_port(0).expect("a port is free");
-        let process = spawn(&folder, port)?;
-        let mut etcd = Etcd { process, folder, port };
-        etcd.wait_until_healthy();
-        Some(etcd)
+        let until = Instant::now() + STARTS_WITHIN;
+        loop {
+            let folder = std::env::temp_dir().join(unique("kvx-etcd"));
+            let port = free_port(0).expect("a port is free");
+            let process = spawn(&folder, port)?;
+            let mut etcd = Etcd { process, folder, port };
+            // If it has ended, another program may have taken its port.
+            if etcd.becomes_healthy(until) {
+                return Some(etcd);
+            }
+        }
     }
 
     /// Returns its host and port.
@@ -62,7 +67,7 @@ impl Etcd {
             std::fs::remove_dir_all(&self.folder).expect("the folder is the test's own");
         }
         self.process = spawn(&self.folder, self.port).expect("it has been started before");
-        self.wait_until_healthy();
+        assert!(self.becomes_healthy(Instant::now() + STARTS_WITHIN), "etcd has ended");
     }
 
     /// Suspends it: connections stay, and nothing answers.
@@ -112,17 +117,19 @@ impl Etcd {
         Ok(answer)
     }
 
-    fn wait_until_healthy(&mut self) {
-        let until = Instant::now() + STARTS_WITHIN;
+    /// Waits until it is healthy; false if it has ended.
+    fn becomes_healthy(&mut self, until: Instant) -> bool {
         let is_healthy = |answer: std::io::Result<String>| {
             answer.is_ok_and(|answer| answer.contains("\"health\":\"true\""))
         };
         while !is_healthy(self.ask("GET /health HTTP/1.0\r\n\r\n")) {
             assert!(Instant::now() < until, "etcd does not answer");
-            let ended = self.process.try_wait().ok().flatten();
-            assert!(ended.is_none(), "etcd has ended: {ended:?}");
+            if self.process.try_wait().is_ok_and(|ended| ended.is_some()) {
+                return false;
+            }
             std::thread::sleep(Duration::from_millis(10)); // between polls
         }
+        true
     }
 }
 

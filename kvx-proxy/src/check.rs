@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
-use crate::discovery::{self, dns};
+use crate::discovery;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
 use crate::fleet::watch;
@@ -37,7 +37,8 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     let core = Arc::new(core);
     // The providers report after their own timeout.
     let limit = core.live().setup.discovery.timeout + Duration::from_secs(1);
-    for (provider, instances) in discovery::discover_once(&core, dns::providers, limit).await {
+    for (provider, instances) in discovery::discover_once(&core, discovery::providers, limit).await
+    {
         found.push(match instances {
             Ok(0) => Finding::Beware(format!(
                 "{provider} finds no instance now: is the name right, and is one ready?"

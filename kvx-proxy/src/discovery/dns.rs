@@ -16,7 +16,7 @@ use crate::fleet::instance::Role;
 use crate::setup::{DnsRecords, InstanceSetup, Setup};
 
 /// Returns the providers of the names in a configuration. A name in several places is one provider.
-pub(crate) fn providers(setup: &Setup) -> Vec<Provider> {
+pub(super) fn providers(setup: &Setup) -> Vec<Provider> {
     let mut queries: BTreeMap<String, DnsQuery> = BTreeMap::new();
     for pool in &setup.pools {
         for (role, entries) in [(Role::Prefill, &pool.prefill), (Role::Decode, &pool.decode)] {
@@ -36,6 +36,7 @@ pub(crate) fn providers(setup: &Setup) -> Vec<Provider> {
     let (every, limit) = (setup.discovery.every, setup.discovery.timeout);
     let provider = |(name, query): (String, DnsQuery)| Provider {
         name: name.into(),
+        settings: format!("{query:?} {every:?} {limit:?}"),
         absences: setup.discovery.absences,
         places: query.templates.iter().map(|(pool, role, _)| (pool.clone(), *role)).collect(),
         run: Box::new(move |reports| Box::pin(query.repeat(every, limit, reports))),
@@ -43,6 +44,7 @@ pub(crate) fn providers(setup: &Setup) -> Vec<Provider> {
     queries.into_iter().map(provider).collect()
 }
 
+#[derive(Debug)]
 struct DnsQuery {
     records: DnsRecords,
     host: String,

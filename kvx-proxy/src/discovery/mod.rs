@@ -3,7 +3,7 @@
 //! It is level-triggered: the last full list of each provider is compared with the registry when a
 //! list arrives, and every second. Only instances that a provider has added are changed.
 
-pub(crate) mod dns;
+mod dns;
 mod reconcile;
 pub(crate) mod srv;
 pub(crate) mod status;
@@ -21,7 +21,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, interval, sleep, timeout_at};
 
 use self::reconcile::{WantedInstances, goals, reconciled};
-use crate::fleet::instance::{Instance, Origin, Role};
+use crate::fleet::instance::{Instance, Role};
 use crate::relay::core::Core;
 use crate::setup::{InstanceSetup, Setup};
 
@@ -54,6 +54,8 @@ pub(crate) type Report = Result<Vec<Discovered>, String>;
 pub(crate) struct Provider {
     /// Names the provider in logs, metrics and `/status`; unique.
     pub(crate) name: Arc<str>,
+    /// Its settings as text. A configuration that changes them starts it anew.
+    pub(crate) settings: String,
     /// The number of lists in a row without an instance after which it is removed.
     pub(crate) absences: u32,
     /// The pools and roles of its instances.
@@ -70,17 +72,38 @@ impl fmt::Debug for Provider {
     }
 }
 
+/// Returns the providers of a configuration.
+pub(crate) fn providers(setup: &Setup) -> Vec<Provider> {
+    dns::providers(setup)
+}
+
 /// Where a provider sends its reports.
 #[derive(Debug)]
 pub(crate) struct Reports {
     name: Arc<str>,
-    sender: mpsc::Sender<(Arc<str>, Report)>,
+    start: u64,
+    sender: mpsc::Sender<NamedReport>,
+    core: Arc<Core>,
+}
+
+/// A report, and which start of which provider it is from.
+#[derive(Debug)]
+struct NamedReport {
+    name: Arc<str>,
+    start: u64,
+    report: Report,
 }
 
 impl Reports {
     pub(crate) async fn send(&self, report: Report) {
+        let (name, start) = (Arc::clone(&self.name), self.start);
         // An error: the router ends.
-        _ = self.sender.send((Arc::clone(&self.name), report)).await;
+        _ = self.sender.send(NamedReport { name, start, report }).await;
+    }
+
+    /// Shows how many entries the provider has refused since it was started, by reason.
+    pub(crate) fn refused(&self, counts: impl Iterator<Item = (&'static str, u64)>) {
+        self.core.metrics.discovery.refused(&self.name, counts);
     }
 }
 
@@ -90,11 +113,11 @@ pub(crate) async fn discover(core: Arc<Core>, providers: impl Fn(&Setup) -> Vec<
     let mut ticks = interval(TICK);
     loop {
         tokio::select! {
-            Some((name, report)) = reconciler.reports.recv() => {
-                reconciler.take(&name, report);
+            Some(report) = reconciler.reports.recv() => {
+                reconciler.take(report);
                 sleep(COALESCE).await;
-                while let Ok((name, report)) = reconciler.reports.try_recv() {
-                    reconciler.take(&name, report);
+                while let Ok(report) = reconciler.reports.try_recv() {
+                    reconciler.take(report);
                 }
             }
             _ = ticks.tick() => reconciler.follow(&providers),
@@ -114,70 +137,119 @@ pub(crate) async fn discover_once(
     reconciler.follow(&providers);
     let late = || -> Result<usize, String> { Err(format!("no answer within {limit:?}")) };
     let mut first: BTreeMap<_, _> =
-        reconciler.wanted.keys().map(|name| (Arc::clone(name), late())).collect();
+        reconciler.running.keys().map(|name| (Arc::clone(name), late())).collect();
     let (deadline, mut left) = (Instant::now() + limit, first.len());
     while left > 0 {
-        let Ok(Some((name, report))) = timeout_at(deadline, reconciler.reports.recv()).await else {
+        let Ok(Some(report)) = timeout_at(deadline, reconciler.reports.recv()).await else {
             break;
         };
-        let count = report.as_ref().map(Vec::len).map_err(String::clone);
-        left -= usize::from(first.insert(Arc::clone(&name), count) == Some(late()));
-        reconciler.take(&name, report);
+        let count = report.report.as_ref().map(Vec::len).map_err(String::clone);
+        left -= usize::from(first.insert(Arc::clone(&report.name), count) == Some(late()));
+        reconciler.take(report);
     }
     reconciler.apply().await;
     first
+}
+
+/// A provider that was started.
+struct RunningProvider {
+    wanted: WantedInstances,
+    places: BTreeSet<(String, Role)>,
+    settings: String,
+    /// Distinguishes its reports from those before it was started anew.
+    start: u64,
+    /// Its task, which ends when this is dropped.
+    task: JoinSet<()>,
 }
 
 struct Reconciler {
     core: Arc<Core>,
     /// The configuration that the providers are of.
     setup: Option<Arc<Setup>>,
-    wanted: BTreeMap<Arc<str>, WantedInstances>,
-    tasks: JoinSet<()>,
-    sender: mpsc::Sender<(Arc<str>, Report)>,
-    reports: mpsc::Receiver<(Arc<str>, Report)>,
+    running: BTreeMap<Arc<str>, RunningProvider>,
+    starts: u64,
+    sender: mpsc::Sender<NamedReport>,
+    reports: mpsc::Receiver<NamedReport>,
 }
 
 impl Reconciler {
     fn new(core: Arc<Core>) -> Self {
         let (sender, reports) = mpsc::channel(REPORTS);
-        let tasks = JoinSet::new();
-        Reconciler { core, setup: None, wanted: BTreeMap::new(), tasks, sender, reports }
+        Reconciler { core, setup: None, running: BTreeMap::new(), starts: 0, sender, reports }
     }
 
-    /// Starts the providers of the current configuration if it has changed. Their last lists stay.
+    /// Makes the running providers those of the current configuration if it has changed, or if one
+    /// has ended. Those with the same settings run on, and the last lists of all stay.
     fn follow(&mut self, providers: impl Fn(&Setup) -> Vec<Provider>) {
         let setup = Arc::clone(&self.core.live().setup);
-        if self.setup.as_ref().is_some_and(|known| Arc::ptr_eq(known, &setup)) {
+        let mut has_ended = false;
+        for (name, one) in &mut self.running {
+            if one.task.try_join_next().is_some() {
+                has_ended = true;
+                self.core.metrics.discovery.failed(name, "it has ended; started again");
+                tracing::error!(provider = &**name, "a provider has ended, and is started again");
+            }
+        }
+        if !has_ended && self.setup.as_ref().is_some_and(|known| Arc::ptr_eq(known, &setup)) {
             return;
         }
-        self.tasks = JoinSet::new(); // ends the earlier ones
-        (self.sender, self.reports) = mpsc::channel(REPORTS); // so that none of their reports counts
-        let mut before = std::mem::take(&mut self.wanted);
-        for Provider { name, absences, places, run } in providers(&setup) {
-            let mut wanted = before.remove(&name).unwrap_or_default();
-            wanted.absences = absences;
-            wanted.keep(&places);
-            self.wanted.insert(Arc::clone(&name), wanted);
-            let reports = Reports { name, sender: self.sender.clone() };
-            self.tasks.spawn(run(reports));
+        let mut before = std::mem::take(&mut self.running);
+        for Provider { name, settings, absences, places, run } in providers(&setup) {
+            let known = before.remove(&name);
+            let is_same = |one: &RunningProvider| one.settings == settings && !one.task.is_empty();
+            let mut one = match known {
+                Some(known) if is_same(&known) => known,
+                known => {
+                    self.starts += 1;
+                    let reports = Reports {
+                        name: Arc::clone(&name),
+                        start: self.starts,
+                        sender: self.sender.clone(),
+                        core: Arc::clone(&self.core),
+                    };
+                    let mut task = JoinSet::new();
+                    task.spawn(run(reports));
+                    let wanted = known.map(|known| known.wanted).unwrap_or_default();
+                    let (places, start) = (BTreeSet::new(), self.starts);
+                    RunningProvider { wanted, places, settings, start, task }
+                }
+            };
+            one.wanted.absences = absences;
+            one.wanted.keep(&places);
+            one.places = places;
+            self.running.insert(name, one);
         }
-        self.core.metrics.discovery.keep(self.wanted.keys());
+        self.core.metrics.discovery.keep(self.running.keys());
         self.setup = Some(setup);
     }
 
-    fn take(&mut self, name: &Arc<str>, report: Report) {
-        let Some(wanted) = self.wanted.get_mut(name) else { return }; // it was removed
+    fn take(&mut self, NamedReport { name, start, report }: NamedReport) {
+        // A provider may have been removed, or started anew.
+        let running = self.running.get_mut(&name).filter(|one| one.start == start);
+        let Some(RunningProvider { wanted, places, .. }) = running else { return };
         let status = &self.core.metrics.discovery;
+        let mut without_pool = 0;
+        let report = report.map(|mut list| {
+            let all = list.len();
+            list.retain(|one| places.contains(&(one.pool.clone(), one.role)));
+            without_pool = all - list.len();
+            list
+        });
         match report.and_then(|list| wanted.observe(list)) {
             Ok(returned) => {
-                status.succeeded(name, wanted.present(), wanted.absent());
+                let counts = [wanted.present(), wanted.absent(), without_pool];
+                if status.succeeded(&name, counts) && without_pool > 0 {
+                    tracing::warn!(
+                        provider = &*name,
+                        instances = without_pool,
+                        "instances are not used: their pool is not in the configuration"
+                    );
+                }
                 // Another instance may have taken the address: ask what it serves.
                 let live = self.core.live();
                 for place in returned {
                     let is_own = |one: &&Arc<Instance>| {
-                        matches!(&one.origin, Origin::Discovered { provider, .. } if provider == name)
-                            && one.place() == place
+                        one.origin.provider() == Some(&name) && one.place() == place
                     };
                     if let Some(one) = live.fleet.all().find(is_own) {
                         one.state.check_again();
@@ -186,9 +258,9 @@ impl Reconciler {
                 }
             }
             Err(why) => {
-                if status.failed(name, &why) {
+                if status.failed(&name, &why) {
                     tracing::warn!(
-                        provider = &**name,
+                        provider = &*name,
                         why,
                         "discovery fails; the known instances stay"
                     );
@@ -199,7 +271,7 @@ impl Reconciler {
 
     /// Makes the registry agree with the last lists.
     async fn apply(&self) {
-        let goals = goals(&self.wanted);
+        let goals = goals(self.running.iter().map(|(name, one)| (name, &one.wanted)));
         self.core.place(|fleet| reconciled(fleet, &goals)).await;
     }
 }

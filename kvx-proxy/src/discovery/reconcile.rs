@@ -85,7 +85,9 @@ impl WantedInstances {
 type Goals<'a> = BTreeMap<&'a Place, (&'a Arc<str>, &'a WantedInstance)>;
 
 /// Returns what all providers want. If two want the same place, the first gets it.
-pub(super) fn goals(wanted: &BTreeMap<Arc<str>, WantedInstances>) -> Goals<'_> {
+pub(super) fn goals<'a>(
+    wanted: impl Iterator<Item = (&'a Arc<str>, &'a WantedInstances)>,
+) -> Goals<'a> {
     let mut goals = Goals::new();
     for (provider, wanted) in wanted {
         for (place, one) in &wanted.instances {
@@ -103,9 +105,10 @@ pub(super) fn reconciled(fleet: &Fleet, goals: &Goals<'_>) -> Option<Fleet> {
     let mut next = fleet.only(|one| {
         let place = one.place();
         match (&one.origin, goals.get(&place)) {
-            (Origin::Discovered { provider, identity }, goal) => {
+            (Origin::Discovered { provider, identity, is_changed }, goal) => {
                 let is_right = goal.is_some_and(|(by, wanted)| {
-                    *by == provider && wanted.identity == *identity && wanted.setup == one.setup
+                    let has_settings = *is_changed || wanted.setup == one.setup;
+                    *by == provider && wanted.identity == *identity && has_settings
                 });
                 match is_right {
                     true => _ = missing.remove(&place),
@@ -127,7 +130,7 @@ pub(super) fn reconciled(fleet: &Fleet, goals: &Goals<'_>) -> Option<Fleet> {
         // An instance keeps its state if its identity is the same. Another one does not inherit it.
         let same = stale.remove(place).is_some_and(|identity| identity == wanted.identity);
         let (provider, identity) = (Arc::clone(provider), Arc::clone(&wanted.identity));
-        let origin = Origin::Discovered { provider, identity };
+        let origin = Origin::Discovered { provider, identity, is_changed: false };
         next.put(pool, *role, wanted.setup.clone(), origin, same.then_some(fleet));
         added += 1;
     }

@@ -18,6 +18,10 @@ pub(crate) struct ProviderStatus {
     instances: usize,
     /// Instances that its last lists lack, which are kept for the time being.
     absent: usize,
+    /// Instances in its last list that are not used, because the configuration lacks their pool.
+    without_pool: usize,
+    /// Entries that were refused, by reason.
+    refused: BTreeMap<&'static str, u64>,
     last_success: Option<f64>,
     failures: u64,
     last_failure: Option<f64>,
@@ -42,11 +46,25 @@ impl DiscoveryStatus {
         all.extend(names.map(|name| (Arc::clone(name), before.remove(name).unwrap_or_default())));
     }
 
-    pub(super) fn succeeded(&self, name: &str, instances: usize, absent: usize) {
+    /// Notes a list: the numbers of its instances, of those absent, and of those without a pool.
+    /// Returns true if the last number has changed.
+    pub(super) fn succeeded(
+        &self,
+        name: &str,
+        [instances, absent, without_pool]: [usize; 3],
+    ) -> bool {
+        let mut all = self.all();
+        let Some(one) = all.get_mut(name) else { return false };
+        let has_changed = one.without_pool != without_pool;
+        (one.instances, one.absent, one.without_pool) = (instances, absent, without_pool);
+        (one.last_success, one.failing) = (Some(now()), false);
+        has_changed
+    }
+
+    /// Sets the numbers of refused entries by reason.
+    pub(super) fn refused(&self, name: &str, counts: impl Iterator<Item = (&'static str, u64)>) {
         if let Some(one) = self.all().get_mut(name) {
-            let last_success = Some(now());
-            *one =
-                ProviderStatus { instances, absent, last_success, failing: false, ..one.clone() };
+            one.refused = counts.filter(|(_, count)| *count > 0).collect();
         }
     }
 
@@ -94,6 +112,14 @@ impl DiscoveryStatus {
             head(into, &name, kind, help);
             for (provider, one) in self.all().iter() {
                 let _ = writeln!(into, "{name}{{provider=\"{provider}\"}} {}", read(one));
+            }
+        }
+        let name = "kvx_proxy_discovery_refused_total";
+        head(into, name, "counter", "Entries that were refused, counted in each list, by reason.");
+        for (provider, one) in self.all().iter() {
+            for (reason, count) in &one.refused {
+                let labels = format!("provider=\"{provider}\",reason=\"{reason}\"");
+                let _ = writeln!(into, "{name}{{{labels}}} {count}");
             }
         }
     }

@@ -1,11 +1,14 @@
 //! Tests of the reconciler with a scripted provider, on virtual time.
 
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
 use kvx_testkit::most_allocated;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Mutex;
 
 use super::reconcile::MAX_INSTANCES;
 use super::*;
+use crate::fleet::instance::Origin;
 use crate::log::AccessLogger;
 use crate::recording::writer::Recorder;
 use crate::relay::core::LiveSetup;
@@ -16,7 +19,11 @@ const SETUP: &str = "[[pool]]\ndecode = ['http://fixed:1']";
 struct Scripted {
     core: Arc<Core>,
     lists: mpsc::Sender<Report>,
+    starts: Arc<AtomicUsize>,
 }
+
+/// A report for which the provider panics.
+const PANIC: &str = "panic";
 
 impl Scripted {
     /// Starts discovery; without `prefix_tokens` there is no provider.
@@ -25,21 +32,28 @@ impl Scripted {
         let core = Arc::new(Core::new(live, AccessLogger::off(), Recorder::off()).0);
         let (lists, script) = mpsc::channel(1);
         let script = Arc::new(Mutex::new(script));
+        let starts = Arc::<AtomicUsize>::default();
+        let counter = Arc::clone(&starts);
         let provider = move |setup: &Setup| {
             let script = Arc::clone(&script);
-            let run = |reports: Reports| -> ProviderTask {
+            let starts = Arc::clone(&counter);
+            let run = move |reports: Reports| -> ProviderTask {
+                starts.fetch_add(1, Relaxed);
                 Box::pin(async move {
                     while let Some(report) = script.lock().await.recv().await {
+                        assert_ne!(report, Err(PANIC.to_owned()));
                         reports.send(report).await;
                     }
                 })
             };
             let places = ["default", "later"].map(|pool| (pool.to_owned(), Role::Decode)).into();
-            let provider = Provider { name: "script".into(), absences, places, run: Box::new(run) };
+            let settings = setup.local_below.to_string();
+            let (name, run) = ("script".into(), Box::new(run));
+            let provider = Provider { name, settings, absences, places, run };
             if setup.prefix_tokens == 0 { Vec::new() } else { vec![provider] }
         };
         tokio::spawn(discover(Arc::clone(&core), provider));
-        Scripted { core, lists }
+        Scripted { core, lists, starts }
     }
 
     async fn send(&self, report: Report) {
@@ -185,23 +199,78 @@ fn instances_of_others_are_not_touched() {
         let setup = InstanceSetup::new("http://added:1").unwrap();
         let fleet = |fleet: &crate::fleet::Fleet, setup| Some(fleet.with(0, Role::Decode, setup));
         script.core.place(|now| fleet(now, setup)).await;
-        let mut list = ["added:1", "fixed:1", "mine:1", "taken:1"].map(found);
+        let mut list = ["added:1", "fixed:1", "mine:1"].map(found);
         list.iter_mut().for_each(|one| one.setup.draining = true);
-        list.last_mut().unwrap().setup.draining = false;
         script.list(&list).await;
         let draining = |all: &[Arc<Instance>]| -> Vec<_> {
             all.iter().filter(|one| one.setup.draining).map(|one| one.name().to_owned()).collect()
         };
         assert_eq!(draining(&script.all()), ["mine:1"]);
-        // An operator takes one over.
-        let mut taken = list[3].setup.clone();
-        taken.weight = 5.0;
-        script.core.place(|now| fleet(now, taken)).await;
-        script.list(&list).await;
-        assert_eq!(script.named("taken:1").setup.weight, 5.0);
         script.list(&[found("mine:1")]).await;
-        assert_eq!(script.names(), ["added:1", "fixed:1", "mine:1", "taken:1"]);
+        assert_eq!(script.names(), ["added:1", "fixed:1", "mine:1"]);
         assert!(draining(&script.all()).is_empty());
+    });
+}
+
+#[test]
+fn an_operators_settings_last_as_long_as_the_instance() {
+    virtual_time().block_on(async {
+        let script = Scripted::start(1);
+        let (mut one, other) = (found("a:1"), found("b:1"));
+        script.list(&[one.clone(), other.clone()]).await;
+        let drain = async |name: &str| {
+            let mut setup = InstanceSetup::new(&format!("http://{name}")).unwrap();
+            setup.draining = true;
+            script.core.place(|now| Some(now.with(0, Role::Decode, setup))).await;
+        };
+        drain("a:1").await;
+        drain("b:1").await;
+        one.setup.weight = 2.0;
+        script.list(&[one.clone(), other.clone()]).await;
+        script.reload(&format!("local_below = 9\n{SETUP}")).await;
+        script.list(&[one.clone(), other.clone()]).await;
+        let drained = script.named("a:1");
+        assert_eq!((drained.setup.draining, drained.setup.weight), (true, 1.0));
+        // Its successor is another instance, and what has gone is forgotten.
+        one.identity = "another pod".into();
+        script.list(&[one.clone()]).await;
+        assert_eq!(script.names(), ["a:1", "fixed:1"]);
+        assert_eq!(script.named("a:1").setup, one.setup);
+        // Without the operator's settings it has those of the provider again.
+        drain("a:1").await;
+        script.core.place(|now| Some(now.without(0, Role::Decode, "a:1"))).await;
+        sleep(2 * TICK).await;
+        assert_eq!(script.named("a:1").setup, one.setup);
+    });
+}
+
+#[test]
+fn a_provider_runs_on_while_its_settings_stay_and_again_if_it_ends() {
+    virtual_time().block_on(async {
+        let script = Scripted::start(1);
+        script.list(&[found("a:1")]).await;
+        script.reload(SETUP).await;
+        assert_eq!(script.starts.load(Relaxed), 1);
+        script.reload(&format!("local_below = 9\n{SETUP}")).await;
+        assert_eq!(script.starts.load(Relaxed), 2);
+        script.send(Err(PANIC.to_owned())).await;
+        assert_eq!(script.starts.load(Relaxed), 3);
+        assert_eq!(script.names(), ["a:1", "fixed:1"]);
+        assert_eq!(script.core.metrics.discovery.json()[0]["failing"], true);
+        script.list(&[found("b:1")]).await;
+        assert_eq!(script.names(), ["b:1", "fixed:1"]);
+    });
+}
+
+#[test]
+fn instances_without_a_pool_are_counted_and_not_used() {
+    virtual_time().block_on(async {
+        let script = Scripted::start(1);
+        let stray = Discovered { pool: "typo".to_owned(), ..found("c:1") };
+        script.list(&[found("a:1"), stray]).await;
+        assert_eq!(script.names(), ["a:1", "fixed:1"]);
+        let status = &script.core.metrics.discovery.json()[0];
+        assert_eq!((&status["instances"], &status["without_pool"]), (&1.into(), &1.into()));
     });
 }
 

@@ -25,7 +25,22 @@ pub(crate) enum Origin {
     /// An operator, through `/instances`.
     Admin,
     /// A provider of discovery, which found this identity.
-    Discovered { provider: Arc<str>, identity: Arc<str> },
+    Discovered {
+        provider: Arc<str>,
+        identity: Arc<str>,
+        /// True if an operator has changed its settings, which then are not the provider's.
+        is_changed: bool,
+    },
+}
+
+impl Origin {
+    /// Returns the provider that has found the instance.
+    pub(crate) fn provider(&self) -> Option<&Arc<str>> {
+        match self {
+            Origin::Discovered { provider, .. } => Some(provider),
+            Origin::Setup | Origin::Admin => None,
+        }
+    }
 }
 
 /// The pool, the role and the name of an instance.

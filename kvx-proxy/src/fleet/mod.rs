@@ -98,13 +98,17 @@ impl Fleet {
     }
 
     /// Returns a copy with one instance added or changed by an operator. Discovery does not change
-    /// it any more.
+    /// its settings any more.
     pub(crate) fn with(&self, pool: usize, role: Role, setup: InstanceSetup) -> Self {
         let name = setup.name().to_owned();
         let mut fleet = self.without(pool, role, &name);
         let origin = match self.find(pool, role, &name).map(|known| &known.origin) {
-            Some(Origin::Setup) => Origin::Setup,
-            _ => Origin::Admin,
+            Some(Origin::Discovered { provider, identity, .. }) => {
+                let (provider, identity) = (Arc::clone(provider), Arc::clone(identity));
+                Origin::Discovered { provider, identity, is_changed: true }
+            }
+            Some(known) => known.clone(),
+            None => Origin::Admin,
         };
         fleet.put(pool, role, setup, origin, Some(self));
         fleet

@@ -67,10 +67,6 @@ pub(super) fn describe(one: &Instance) -> Value {
         PrefillKind::Push(_) => Some("NixlPushConnector"),
         PrefillKind::Mooncake(_) => Some("MooncakeConnector"),
     };
-    let discovered_by = match &one.origin {
-        Origin::Discovered { provider, .. } => Some(&**provider),
-        Origin::Setup | Origin::Admin => None,
-    };
     json!({
         "pool": one.pool_name,
         "role": one.role,
@@ -82,7 +78,7 @@ pub(super) fn describe(one: &Instance) -> Value {
         "compatibility": one.setup.compatibility,
         "cache": describe_cache(&state.cache()),
         "added": one.origin == Origin::Admin,
-        "discovered_by": discovered_by,
+        "discovered_by": one.origin.provider().map(|name| &**name),
         "models": state.models.cards().keys().collect::<Vec<_>>(),
         "requests": state.requests(),
         "outstanding_tokens": state.outstanding(),
@@ -174,10 +170,11 @@ pub(super) async fn remove(
         core.change_fleet(|fleet| {
             let pool = place.pool_in(fleet)?;
             match fleet.find(pool, role, name).map(|known| &known.origin) {
-                Some(Origin::Discovered { provider, .. }) => {
+                // Without an operator's settings it gets those of its provider again.
+                Some(Origin::Discovered { provider, is_changed: false, .. }) => {
                     let words = format!(
-                        "{provider} would find {name} again; POST it with \"draining\": true, and DELETE it \
-                         when it has ended"
+                        "{provider} would find {name} again; POST it with \"draining\": true until it \
+                         has ended"
                     );
                     Err(ApiError::client(StatusCode::CONFLICT, words))
                 }

@@ -35,7 +35,7 @@ use tokio::time::Instant;
 
 use self::idle::OpenRequests;
 use self::listener::ClientListener;
-use crate::discovery::{self, dns};
+use crate::discovery;
 use crate::error::{Error, Result};
 use crate::fleet::{subscribe, watch};
 use crate::log::AccessLogger;
@@ -207,7 +207,8 @@ impl Proxy {
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
         let greeting = tokio::spawn(watch::greet(Arc::clone(&self.core)));
-        let discovering = tokio::spawn(discovery::discover(Arc::clone(&self.core), dns::providers));
+        let discovering =
+            tokio::spawn(discovery::discover(Arc::clone(&self.core), discovery::providers));
         let core = Arc::clone(&self.core);
         let missed = move |blocks: &KeptBlocks, why: &str| core.errors.add(&blocks.instance, why);
         let releasing = tokio::spawn(Arc::clone(&self.core.releases).serve(missed));

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{LineWriter, Read as _, Write as _};
 use std::path::PathBuf;
 
+use kvx_proxy::registration::FleetAddress;
 use kvx_proxy::{
     AccessLog, Choice, Fallback, Finding, FleetSecret, Pool, PoolConnector, Setup, parse_size,
 };
@@ -41,6 +42,10 @@ pub(crate) struct Arguments {
     /// A decode instance, or several by DNS.
     #[arg(long, value_name = "URL")]
     decode: Vec<String>,
+    /// Find instances that have registered themselves in etcd, in both roles:
+    /// `etcd://HOST:PORT[,HOST:PORT]/FLEET`. In a fleet with a secret, signed ones only.
+    #[arg(long, value_name = "FLEET")]
+    discovery_etcd: Option<String>,
     /// NixlConnector, NixlPullConnector, NixlPushConnector or MooncakeConnector, for pools that
     /// name none.
     #[arg(long, value_name = "NAME")]
@@ -132,13 +137,16 @@ impl Arguments {
         }
         if urls {
             setup.pools = vec![Pool::from_urls(&self.prefill, &self.decode)?];
-        } else if hosts || self.config.is_none() {
+        } else if hosts || (self.config.is_none() && self.discovery_etcd.is_none()) {
             setup.pools = vec![Pool::from_hosts_and_ports(
                 &self.prefiller_hosts,
                 &self.prefiller_ports,
                 &self.decoder_hosts,
                 &self.decoder_ports,
             )?];
+        }
+        if let Some(fleet) = &self.discovery_etcd {
+            setup.discovery.etcd = Some(FleetAddress::new(fleet)?.with_environment());
         }
         for (flag, all) in [("--events", &self.events), ("--events-replay", &self.events_replay)] {
             for one in all {

@@ -1,11 +1,10 @@
 //! Describes a configuration, and finds what would not work with it now.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use hyper::header::{AUTHORIZATION, HeaderMap};
 
-use crate::discovery;
+use crate::discovery::{Reconciler, providers};
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
 use crate::fleet::watch;
@@ -35,10 +34,9 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     };
     let (core, _none_works) = Core::new(live, AccessLogger::off(), Recorder::off());
     let core = Arc::new(core);
-    // The providers report after their own timeout.
-    let limit = core.live().setup.discovery.timeout + Duration::from_secs(1);
-    for (provider, instances) in discovery::discover_once(&core, discovery::providers, limit).await
-    {
+    let limit = core.live().setup.discovery.first_limit();
+    let mut discovery = Reconciler::new(Arc::clone(&core));
+    for (provider, instances) in discovery.first(providers, limit).await {
         found.push(match instances {
             Ok(0) => Finding::Beware(format!(
                 "{provider} finds no instance now: is the name right, and is one ready?"

@@ -4,6 +4,7 @@
 //! list arrives, and every second. Only instances that a provider has added are changed.
 
 mod dns;
+mod etcd;
 mod reconcile;
 pub(crate) mod srv;
 pub(crate) mod status;
@@ -74,7 +75,7 @@ impl fmt::Debug for Provider {
 
 /// Returns the providers of a configuration.
 pub(crate) fn providers(setup: &Setup) -> Vec<Provider> {
-    dns::providers(setup)
+    dns::providers(setup).into_iter().chain(etcd::provider(setup)).collect()
 }
 
 /// Where a provider sends its reports.
@@ -107,51 +108,8 @@ impl Reports {
     }
 }
 
-/// Keeps the registry as the providers of the current configuration list it; never returns.
-pub(crate) async fn discover(core: Arc<Core>, providers: impl Fn(&Setup) -> Vec<Provider>) {
-    let mut reconciler = Reconciler::new(core);
-    let mut ticks = interval(TICK);
-    loop {
-        tokio::select! {
-            Some(report) = reconciler.reports.recv() => {
-                reconciler.take(report);
-                sleep(COALESCE).await;
-                while let Ok(report) = reconciler.reports.try_recv() {
-                    reconciler.take(report);
-                }
-            }
-            _ = ticks.tick() => reconciler.follow(&providers),
-        }
-        reconciler.apply().await;
-    }
-}
-
-/// Asks each provider once and adds what it finds. Returns the first report of each, as the number
-/// of instances.
-pub(crate) async fn discover_once(
-    core: &Arc<Core>,
-    providers: impl Fn(&Setup) -> Vec<Provider>,
-    limit: Duration,
-) -> BTreeMap<Arc<str>, Result<usize, String>> {
-    let mut reconciler = Reconciler::new(Arc::clone(core));
-    reconciler.follow(&providers);
-    let late = || -> Result<usize, String> { Err(format!("no answer within {limit:?}")) };
-    let mut first: BTreeMap<_, _> =
-        reconciler.running.keys().map(|name| (Arc::clone(name), late())).collect();
-    let (deadline, mut left) = (Instant::now() + limit, first.len());
-    while left > 0 {
-        let Ok(Some(report)) = timeout_at(deadline, reconciler.reports.recv()).await else {
-            break;
-        };
-        let count = report.report.as_ref().map(Vec::len).map_err(String::clone);
-        left -= usize::from(first.insert(Arc::clone(&report.name), count) == Some(late()));
-        reconciler.take(report);
-    }
-    reconciler.apply().await;
-    first
-}
-
 /// A provider that was started.
+#[derive(Debug)]
 struct RunningProvider {
     wanted: WantedInstances,
     places: BTreeSet<(String, Role)>,
@@ -162,7 +120,9 @@ struct RunningProvider {
     task: JoinSet<()>,
 }
 
-struct Reconciler {
+/// Makes the registry agree with the lists of providers.
+#[derive(Debug)]
+pub(crate) struct Reconciler {
     core: Arc<Core>,
     /// The configuration that the providers are of.
     setup: Option<Arc<Setup>>,
@@ -173,9 +133,51 @@ struct Reconciler {
 }
 
 impl Reconciler {
-    fn new(core: Arc<Core>) -> Self {
+    pub(crate) fn new(core: Arc<Core>) -> Self {
         let (sender, reports) = mpsc::channel(REPORTS);
         Reconciler { core, setup: None, running: BTreeMap::new(), starts: 0, sender, reports }
+    }
+
+    /// Waits for the first report of each provider, but not beyond `limit`, and adds what they find.
+    /// Returns these reports as numbers of instances.
+    pub(crate) async fn first(
+        &mut self,
+        providers: impl Fn(&Setup) -> Vec<Provider>,
+        limit: Duration,
+    ) -> BTreeMap<Arc<str>, Result<usize, String>> {
+        self.follow(&providers);
+        let late = || -> Result<usize, String> { Err(format!("no answer within {limit:?}")) };
+        let mut first: BTreeMap<_, _> =
+            self.running.keys().map(|name| (Arc::clone(name), late())).collect();
+        let (deadline, mut left) = (Instant::now() + limit, first.len());
+        while left > 0 {
+            let Ok(Some(report)) = timeout_at(deadline, self.reports.recv()).await else {
+                break;
+            };
+            let count = report.report.as_ref().map(Vec::len).map_err(String::clone);
+            left -= usize::from(first.insert(Arc::clone(&report.name), count) == Some(late()));
+            self.take(report);
+        }
+        self.apply().await;
+        first
+    }
+
+    /// Keeps the registry as the providers of the current configuration list it; never returns.
+    pub(crate) async fn run(mut self, providers: impl Fn(&Setup) -> Vec<Provider>) {
+        let mut ticks = interval(TICK);
+        loop {
+            tokio::select! {
+                Some(report) = self.reports.recv() => {
+                    self.take(report);
+                    sleep(COALESCE).await;
+                    while let Ok(report) = self.reports.try_recv() {
+                        self.take(report);
+                    }
+                }
+                _ = ticks.tick() => self.follow(&providers),
+            }
+            self.apply().await;
+        }
     }
 
     /// Makes the running providers those of the current configuration if it has changed, or if one

@@ -243,9 +243,9 @@ pub(super) async fn targets(name: &str, servers: &[SocketAddr]) -> Result<Vec<Ta
     if resolvers.servers.is_empty() {
         return Err("/etc/resolv.conf names no server; set discovery.resolvers".to_owned());
     }
-    let mut failed = None;
+    let (mut servers, mut failed) = (resolvers.servers.clone(), None);
     for name in resolvers.candidates(name) {
-        match ask_all(&name, &resolvers.servers).await {
+        match ask_all(&name, &mut servers).await {
             Ok(targets) if targets.is_empty() => {}
             Ok(targets) => return Ok(targets),
             Err(why) => failed = Some(why),
@@ -254,13 +254,17 @@ pub(super) async fn targets(name: &str, servers: &[SocketAddr]) -> Result<Vec<Ta
     failed.map_or(Ok(Vec::new()), Err)
 }
 
-/// Asks one resolver after the other until one answers.
-async fn ask_all(name: &str, servers: &[SocketAddr]) -> Result<Vec<Target>, String> {
+/// Asks one resolver after the other until one answers, and puts that one first: the next name does
+/// not wait for dead ones again.
+async fn ask_all(name: &str, servers: &mut [SocketAddr]) -> Result<Vec<Target>, String> {
     let mut failed = String::new();
-    for server in servers {
-        match ask(name, *server).await {
-            Ok(targets) => return Ok(targets),
-            Err(why) => failed = format!("resolver {server}, asked for {name}: {why}"),
+    for at in 0..servers.len() {
+        match ask(name, servers[at]).await {
+            Ok(targets) => {
+                servers.rotate_left(at);
+                return Ok(targets);
+            }
+            Err(why) => failed = format!("resolver {}, asked for {name}: {why}", servers[at]),
         }
     }
     Err(failed)

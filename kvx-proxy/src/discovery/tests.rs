@@ -52,7 +52,7 @@ impl Scripted {
             let provider = Provider { name, settings, absences, places, run };
             if setup.prefix_tokens == 0 { Vec::new() } else { vec![provider] }
         };
-        tokio::spawn(discover(Arc::clone(&core), provider));
+        tokio::spawn(Reconciler::new(Arc::clone(&core)).run(provider));
         Scripted { core, lists, starts }
     }
 

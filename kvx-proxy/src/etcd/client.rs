@@ -20,7 +20,7 @@ use super::messages::{
 };
 use crate::endpoint::{Endpoint, EndpointClient, head_by};
 use crate::log::shown;
-use crate::setup::ApiKey;
+use crate::setup::Login;
 
 /// The time that a member has to answer; a hung one never answers.
 pub(super) const CALL: Duration = Duration::from_secs(3);
@@ -85,13 +85,6 @@ impl CallError {
         let CallError::Refused { code, .. } = self else { return false };
         matches!(code, Some(INVALID_ARGUMENT | UNAUTHENTICATED))
     }
-}
-
-/// A user of etcd.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Login {
-    pub(crate) user: String,
-    pub(crate) password: ApiKey,
 }
 
 /// A lease.

@@ -10,7 +10,7 @@ mod messages;
 mod watch;
 
 pub(crate) use backoff::{Backoff, Reporter};
-pub(crate) use client::{CallError, Client, Login};
+pub(crate) use client::{CallError, Client};
 pub(crate) use messages::KeyValue;
 pub(crate) use watch::{Change, Watch, WatchEnd};
 

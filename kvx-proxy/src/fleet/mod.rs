@@ -71,12 +71,13 @@ impl Fleet {
             eject_for: setup.health.eject_for,
             leaving_out: before.map(|before| Arc::clone(&before.leaving_out)).unwrap_or_default(),
         };
-        for (place, pool) in setup.pools.iter().enumerate() {
+        for (place, pool) in setup.pools().iter().enumerate() {
             fleet.pools.push(FleetPool {
                 name: pool.name.clone(),
                 connector: pool.connector.unwrap_or(setup.connector),
                 bidirectional: pool.bidirectional,
-                discovers_prefill: pool.prefill.iter().any(|one| one.records().is_some()),
+                discovers_prefill: setup.discovery.finds_all_roles()
+                    || pool.prefill.iter().any(|one| one.records().is_some()),
             });
             for (role, instances) in [(Role::Prefill, &pool.prefill), (Role::Decode, &pool.decode)]
             {

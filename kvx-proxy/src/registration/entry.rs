@@ -8,10 +8,9 @@ use serde_json::value::RawValue;
 use serde_json::{Map, Value};
 use sha2::Sha256;
 
-use super::address::FleetAddress;
 use super::{Refusal, Registration};
 use crate::error::{Error, Result};
-use crate::setup::{FleetSecret, InstanceTarget, Role};
+use crate::setup::{FleetAddress, FleetSecret, InstanceTarget, Role};
 
 /// The most bytes of a value.
 pub(super) const LONGEST: usize = 4 << 10;
@@ -68,7 +67,7 @@ impl OwnEntry {
         let entry = OwnEntry {
             key: fleet.key(role, id),
             id,
-            fleet: fleet.fleet().to_owned(),
+            fleet: fleet.fleet.clone(),
             role,
             instance: raw,
             secret: secret.cloned(),
@@ -101,6 +100,9 @@ fn parse(
 ) -> std::result::Result<(Role, Registration), String> {
     let (target, table) = InstanceTarget::split(instance).map_err(|error| error.to_string())?;
     let setup = table.over(None).map_err(|error| error.to_string())?;
+    if setup.records().is_some() {
+        return Err("its URL is a name of DNS for several; write http://HOST:PORT".to_owned());
+    }
     let InstanceTarget { role, pool } = target;
     Ok((role, Registration { id, role, pool, setup }))
 }
@@ -127,7 +129,7 @@ pub(super) fn decode(
         let (Some(proof), Some(expires)) = (&entry.mac, entry.expires) else {
             return Err(Refusal::Unsigned);
         };
-        let mac = mac(secret, fleet.fleet(), role, id, entry.instance.get(), expires);
+        let mac = mac(secret, &fleet.fleet, role, id, entry.instance.get(), expires);
         let proof = unhex(proof).ok_or(Refusal::Forged)?;
         // Compares in constant time.
         mac.verify_slice(&proof).map_err(|_| Refusal::Forged)?;

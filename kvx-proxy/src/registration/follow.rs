@@ -8,12 +8,11 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::Registration;
-use super::address::FleetAddress;
 use super::refusal::Refusals;
 use super::table::{MOST, Table};
 use crate::error::Result;
-use crate::etcd::{Backoff, Client, Reporter, Watch, WatchEnd};
-use crate::setup::FleetSecret;
+use crate::etcd::{Backoff, Client, Watch, WatchEnd};
+use crate::setup::{FleetAddress, FleetSecret};
 
 /// The time between complete lists.
 const LIST: Duration = Duration::from_secs(60);
@@ -25,6 +24,7 @@ type Listed = Option<Arc<[Registration]>>;
 #[derive(Debug)]
 pub struct FleetList {
     list: watch::Receiver<Listed>,
+    failure: watch::Receiver<Option<String>>,
     refusals: Arc<Refusals>,
     _task: JoinSet<()>,
 }
@@ -40,6 +40,11 @@ impl FleetList {
         self.list.clone()
     }
 
+    /// Returns a receiver of the reason why the list may be old; `None` while etcd answers.
+    pub fn failure(&self) -> watch::Receiver<Option<String>> {
+        self.failure.clone()
+    }
+
     /// Returns how many entries were refused, by [the reason's name](super::Refusal::as_str). Each
     /// complete list, once a minute, counts the refused entries again.
     pub fn refusals(&self) -> impl Iterator<Item = (&'static str, u64)> {
@@ -53,25 +58,27 @@ impl FleetList {
 /// # Errors
 ///
 /// Fails if the client cannot be created, for example because of the system's trusted certificates.
-/// An etcd that does not answer is no error: it is tried again without end.
+/// An etcd that does not answer is no error: it is tried again without end, and
+/// [`failure`](FleetList::failure) says so.
 pub fn follow(fleet: &FleetAddress, secret: Option<&FleetSecret>) -> Result<FleetList> {
     let refusals = Arc::<Refusals>::default();
     let (sender, list) = watch::channel(None);
+    let (failed, failure) = watch::channel(None);
     let follower = Follower {
         client: fleet.client()?,
         prefix: fleet.prefix(),
-        grace: fleet.lease(),
+        grace: fleet.lease,
         resume: None,
         published: Published {
             table: Table::new(fleet.clone(), secret.cloned(), refusals.clone()),
             sender,
         },
-        reporter: Reporter::new("registrations in etcd"),
+        failed,
         backoff: Backoff::new(),
     };
     let mut task = JoinSet::new();
     task.spawn(follower.run());
-    Ok(FleetList { list, refusals, _task: task })
+    Ok(FleetList { list, failure, refusals, _task: task })
 }
 
 /// The table, and the receivers of its registrations.
@@ -101,7 +108,8 @@ struct Follower {
     /// The revision at which a watch can continue.
     resume: Option<u64>,
     published: Published,
-    reporter: Reporter,
+    /// Why the list may be old.
+    failed: watch::Sender<Option<String>>,
     backoff: Backoff,
 }
 
@@ -112,7 +120,7 @@ impl Follower {
             let ended = self.round(strict).await;
             strict = ended.is_ok();
             if let Err(why) = ended {
-                self.reporter.failed(why);
+                self.failed.send_replace(Some(why));
                 tokio::time::sleep(self.backoff.next()).await; // before the next attempt
             }
         }
@@ -127,7 +135,7 @@ impl Follower {
         };
         let ended = Watch::open(&self.client, &self.prefix, from).await;
         let mut watch = ended.map_err(|end| ended_at(&mut self.resume, from, &end))?;
-        self.reporter.works();
+        self.failed.send_if_modified(|failed| failed.take().is_some());
         self.backoff.reset();
         let until = Instant::now() + if strict { LIST } else { self.grace };
         while let Ok(changes) = timeout_at(until, watch.changes()).await {

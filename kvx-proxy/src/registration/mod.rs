@@ -30,7 +30,7 @@ mod tests;
 
 use crate::setup::{InstanceSetup, Role};
 
-pub use address::FleetAddress;
+pub use crate::setup::FleetAddress;
 pub(crate) use entry::fuzz;
 pub use follow::{FleetList, follow};
 pub use refusal::Refusal;

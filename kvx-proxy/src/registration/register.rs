@@ -5,12 +5,11 @@ use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 
-use super::address::FleetAddress;
 use super::entry::{OwnEntry, VALID};
 use crate::error::{Error, Result};
 use crate::etcd::{Backoff, CallError, Client, Reporter};
 use crate::random::random_bytes;
-use crate::setup::FleetSecret;
+use crate::setup::{FleetAddress, FleetSecret};
 
 /// The time that leaving may take while etcd does not answer. The lease then ends by itself.
 const LEAVE: Duration = Duration::from_secs(3);
@@ -78,7 +77,7 @@ pub fn register(
     let ((stop, stopped), (leaving, left)) = (oneshot::channel::<()>(), oneshot::channel());
     let mut keeper = Keeper {
         client: fleet.client()?,
-        ttl: fleet.lease(),
+        ttl: fleet.lease,
         entry,
         lease: None,
         registered,

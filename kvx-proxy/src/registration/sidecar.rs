@@ -4,12 +4,11 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::address::FleetAddress;
 use super::entry::OwnEntry;
 use super::register::{Registered, register};
 use crate::endpoint::{Endpoint, EndpointClient, EndpointError, client, head_by};
 use crate::error::Result;
-use crate::setup::FleetSecret;
+use crate::setup::{FleetAddress, FleetSecret};
 
 /// The time between two health checks.
 const EVERY: Duration = Duration::from_secs(1);

@@ -3,13 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::address::FleetAddress;
 use super::entry::{check_expiry, decode, now};
 use super::refusal::Refusals;
 use super::{Refusal, Registration};
-use crate::log::shown;
 use crate::etcd::{Change, KeyValue};
-use crate::setup::FleetSecret;
+use crate::log::shown;
+use crate::setup::{FleetAddress, FleetSecret};
 
 /// The most registrations of a fleet.
 pub(super) const MOST: usize = 4096;

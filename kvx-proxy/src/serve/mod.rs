@@ -35,7 +35,7 @@ use tokio::time::Instant;
 
 use self::idle::OpenRequests;
 use self::listener::ClientListener;
-use crate::discovery;
+use crate::discovery::{Reconciler, providers};
 use crate::error::{Error, Result};
 use crate::fleet::{subscribe, watch};
 use crate::log::AccessLogger;
@@ -56,6 +56,7 @@ pub struct Proxy {
     listener: TcpListener,
     address: SocketAddr,
     handle: Handle,
+    discovery: Reconciler,
 }
 
 /// A handle that controls a proxy while it [runs](Proxy::run).
@@ -181,7 +182,8 @@ impl Proxy {
         let (core, none_works) = Core::new(live, access, recorder);
         let core = Arc::new(core);
         let handle = Handle { core: Arc::clone(&core), drain: Arc::default(), tls };
-        Ok(Proxy { core, none_works, listener, address, handle })
+        let discovery = Reconciler::new(Arc::clone(&core));
+        Ok(Proxy { core, none_works, listener, address, handle, discovery })
     }
 
     /// Returns the address that the proxy listens on.
@@ -194,8 +196,12 @@ impl Proxy {
         self.handle.clone()
     }
 
-    /// Checks every instance once, so that requests find those that are up.
-    pub async fn check_instances(&self) {
+    /// Asks for the instances that are discovered, and checks every instance once, so that the first
+    /// requests find those that are up. Takes at most about `discovery.timeout` and
+    /// `health.timeout`.
+    pub async fn check_instances(&mut self) {
+        let limit = self.core.live().setup.discovery.first_limit();
+        self.discovery.first(providers, limit).await; // failures are logged
         watch::round(&self.core, &self.core.live(), watch::WatchScope::Everything).await;
     }
 
@@ -207,8 +213,7 @@ impl Proxy {
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
         let greeting = tokio::spawn(watch::greet(Arc::clone(&self.core)));
-        let discovering =
-            tokio::spawn(discovery::discover(Arc::clone(&self.core), discovery::providers));
+        let discovering = tokio::spawn(self.discovery.run(providers));
         let core = Arc::clone(&self.core);
         let missed = move |blocks: &KeptBlocks, why: &str| core.errors.add(&blocks.instance, why);
         let releasing = tokio::spawn(Arc::clone(&self.core.releases).serve(missed));
@@ -436,7 +441,7 @@ pub async fn serve(
     let reread = Arc::new(reread);
     let (mut hangup, mut terminate, mut interrupt) =
         (on(SignalKind::hangup())?, on(SignalKind::terminate())?, on(SignalKind::interrupt())?);
-    let proxy = Proxy::bind_with_output(setup, output).await?;
+    let mut proxy = Proxy::bind_with_output(setup, output).await?;
     let handle = proxy.handle();
     let address = proxy.local_addr();
     proxy.check_instances().await;

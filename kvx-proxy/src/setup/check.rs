@@ -103,12 +103,28 @@ impl Setup {
                          most a tenth of their load";
             found.push(Means(words.to_owned()));
         }
-        if self.pools.is_empty() {
+        if let Some(fleet) = &self.discovery.etcd {
+            let signed = match &self.fleet_secret {
+                Some(_) => "that are signed with the fleet's secret",
+                None => "in both roles",
+            };
+            found.push(Means(format!("instances register themselves at {fleet}, {signed}")));
+            if self.fleet_secret.is_none() {
+                let words = format!(
+                    "anyone who can write to {fleet} can receive prompts: give the fleet a secret, \
+                     KVX_SECRET_FILE"
+                );
+                found.push(Beware(words));
+            }
+        }
+        let pools = self.pools();
+        let finds_all_roles = self.discovery.finds_all_roles();
+        if pools.is_empty() {
             found.push(Fails(
                 "there is no instance: add a [[pool]] with prefill and decode".to_owned(),
             ));
         }
-        for pool in &self.pools {
+        for pool in &*pools {
             let name = &pool.name;
             let connector = match pool.connector.unwrap_or(self.connector) {
                 PoolConnector::Auto => "the connector detected from its prefill instances",
@@ -129,12 +145,12 @@ impl Setup {
                 fixed(&pool.decode)
             )));
             found.extend(discovery(self, pool));
-            if pool.decode.is_empty() {
+            if pool.decode.is_empty() && !finds_all_roles {
                 found.push(Fails(format!(
                     "pool {name} has no decode instance: no request can be answered"
                 )));
             }
-            if pool.prefill.is_empty() {
+            if pool.prefill.is_empty() && !finds_all_roles {
                 found.push(Beware(format!(
                     "pool {name} has no prefill instance: all requests go to decode alone"
                 )));

@@ -3,10 +3,12 @@
 
 mod api_key;
 mod check;
+mod fleet_address;
 mod instance;
 mod toys;
 mod units;
 
+use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -16,6 +18,8 @@ use serde::de::Deserializer;
 
 pub use api_key::{ApiKey, FleetSecret};
 pub use check::Finding;
+pub use fleet_address::FleetAddress;
+pub(crate) use fleet_address::Login;
 pub(crate) use instance::{DnsRecords, InstanceTable, InstanceTarget};
 pub use instance::{EventSource, InstanceSetup, Role};
 
@@ -70,7 +74,7 @@ pub struct Setup {
     pub retries: Retries,
     /// Health checks and ejections of instances.
     pub health: Health,
-    /// Queries for instances that DNS has.
+    /// Discovery of instances.
     pub discovery: Discovery,
     /// Limits on clients.
     pub limits: ClientLimits,
@@ -265,7 +269,7 @@ pub struct Health {
     pub models_every: Duration,
 }
 
-/// Queries for instances that DNS has.
+/// Discovery of instances.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 #[allow(missing_docs, reason = "docs/operations/configuration.md documents these keys")]
@@ -276,6 +280,20 @@ pub struct Discovery {
     pub timeout: Duration,
     pub absences: u32,
     pub resolvers: Vec<SocketAddr>,
+    pub etcd: Option<FleetAddress>,
+}
+
+impl Discovery {
+    /// Returns true if a provider may find instances of each pool and role.
+    pub(crate) fn finds_all_roles(&self) -> bool {
+        self.etcd.is_some()
+    }
+
+    /// Returns the time in which each provider reports for the first time: after its own timeout if
+    /// nothing answers.
+    pub(crate) fn first_limit(&self) -> Duration {
+        self.timeout + Duration::from_secs(1)
+    }
 }
 
 /// Limits on clients.
@@ -391,6 +409,7 @@ impl Default for Discovery {
             timeout: Duration::from_secs(3),
             absences: 3,
             resolvers: Vec::new(),
+            etcd: None,
         }
     }
 }
@@ -467,12 +486,13 @@ impl Setup {
         Self::from_toml(&text).map_err(|error| Error::new(format!("{}: {error}", path.display())))
     }
 
-    /// Reads `OPENAI_API_KEY` and `ADMIN_API_KEY` from the environment.
+    /// Reads `OPENAI_API_KEY`, `ADMIN_API_KEY` and the user of etcd from the environment.
     pub fn with_environment(mut self) -> Self {
         let set =
             |name| std::env::var(name).ok().filter(|value| !value.is_empty()).map(ApiKey::new);
         self.openai_api_key = set("OPENAI_API_KEY");
         self.admin_api_key = set("ADMIN_API_KEY");
+        self.discovery.etcd = self.discovery.etcd.map(FleetAddress::with_environment);
         self
     }
 
@@ -532,6 +552,15 @@ impl Setup {
             ));
         }
         Ok(())
+    }
+
+    /// Returns the pools. Where discovery finds instances of all pools, the default pool need not be
+    /// written.
+    pub(crate) fn pools(&self) -> Cow<'_, [Pool]> {
+        match self.pools.is_empty() && self.discovery.finds_all_roles() {
+            true => Cow::Owned(vec![Pool::default()]),
+            false => Cow::Borrowed(&self.pools),
+        }
     }
 
     /// Returns true if the proxy listens on a loopback address only.

@@ -22,7 +22,7 @@ async fn router(blocks: &Value) -> (std::net::SocketAddr, Upstream, Upstream) {
          [[pool]]\nprefill = ['http://{}']\ndecode = ['http://{}']",
         prefill.address, decode.address
     );
-    let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
+    let mut proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.check_instances().await;
     let address = proxy.local_addr();
     tokio::spawn(proxy.run());

@@ -32,7 +32,7 @@ async fn router_with(instance: &Upstream, limits: &str) -> (SocketAddr, Handle) 
         STALL.as_millis(),
         instance.address
     );
-    let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
+    let mut proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.check_instances().await;
     let (address, handle) = (proxy.local_addr(), proxy.handle());
     tokio::spawn(proxy.run());

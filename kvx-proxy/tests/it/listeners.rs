@@ -45,7 +45,7 @@ fn a_router_in_another_process() {
     let Ok(setup) = std::env::var(ROLE) else { return };
     let runtime = Runtime::new().unwrap();
     runtime.block_on(async {
-        let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
+        let mut proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
         proxy.check_instances().await;
         println!("\n{LISTENS}{}", proxy.local_addr().port());
         io::stdout().flush().unwrap();

@@ -21,7 +21,7 @@ async fn router_with(decode: &[Upstream], lines: &str) -> SocketAddr {
     let urls: Vec<_> = decode.iter().map(|one| format!("'http://{}'", one.address)).collect();
     let setup =
         format!("port = 0\naccess_log = 'off'\n{lines}\n[[pool]]\ndecode = [{}]", urls.join(", "));
-    let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
+    let mut proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.check_instances().await;
     let address = proxy.local_addr();
     tokio::spawn(proxy.run());

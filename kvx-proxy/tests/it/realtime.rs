@@ -87,7 +87,7 @@ async fn router(instances: &[&Instance], keys: &str) -> (SocketAddr, Handle, Joi
     let urls: Vec<_> = instances.iter().map(|one| format!("'http://{}'", one.address)).collect();
     let setup =
         format!("port = 0\naccess_log = 'off'\n{keys}\n[[pool]]\ndecode = [{}]", urls.join(", "));
-    let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
+    let mut proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.check_instances().await;
     let (address, handle) = (proxy.local_addr(), proxy.handle());
     (address, handle, tokio::spawn(async { proxy.run().await.unwrap() }))
@@ -234,7 +234,7 @@ async fn http2() -> SocketAddr {
 
 async fn router_of(decode: &str) -> SocketAddr {
     let setup = format!("port = 0\naccess_log = 'off'\n[[pool]]\ndecode = [{decode}]");
-    let proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
+    let mut proxy = Proxy::bind(Setup::from_toml(&setup).unwrap()).await.unwrap();
     proxy.check_instances().await;
     let router = proxy.local_addr();
     tokio::spawn(proxy.run());

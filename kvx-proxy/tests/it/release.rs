@@ -77,7 +77,7 @@ impl Rig {
         let recorder = Recorder { seen: Arc::default(), result };
         let mut setup = Setup::from_toml(&setup).unwrap();
         setup.releaser = Some(BlockReleaser::new(recorder.clone()));
-        let proxy = Proxy::bind(setup).await.unwrap();
+        let mut proxy = Proxy::bind(setup).await.unwrap();
         proxy.check_instances().await;
         let (router, handle) = (proxy.local_addr(), proxy.handle());
         let running = tokio::spawn(proxy.run());

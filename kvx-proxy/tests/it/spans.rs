@@ -96,9 +96,10 @@ async fn a_request_is_a_span_with_both_legs_a_line_and_one_trace() {
         prefill.address, decode.address
     );
     let log = Kept::default();
-    let proxy = Proxy::bind_with_output(Setup::from_toml(&setup).unwrap(), Box::new(log.clone()))
-        .await
-        .unwrap();
+    let mut proxy =
+        Proxy::bind_with_output(Setup::from_toml(&setup).unwrap(), Box::new(log.clone()))
+            .await
+            .unwrap();
     proxy.check_instances().await;
     let (address, handle) = (proxy.local_addr(), proxy.handle());
     let running = tokio::spawn(proxy.run());

@@ -249,6 +249,17 @@ impl Hosts {
         )
     }
 
+    /// Makes the switch drop all traffic to and from the host with this number, or forward it again.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn cut_off(&self, number: usize, cut: bool) -> Check {
+        self.switch.ip(&format!(
+            "link set port{number} {}",
+            if cut { "nomaster" } else { "master bridge" }
+        ))
+    }
+
     /// Returns the address of the host with this number.
     pub fn address(number: usize) -> String {
         format!("10.77.0.{number}")

@@ -38,7 +38,7 @@ pub(crate) fn secret() -> &'static Path {
 /// Hosts that reach each other, and their switch.
 pub(crate) struct Hosts {
     pub(crate) each: Vec<Host>,
-    _switch: kvx_testkit::Hosts,
+    switch: kvx_testkit::Hosts,
 }
 
 impl Hosts {
@@ -50,7 +50,12 @@ impl Hosts {
         let each = each
             .map(|network| Host { network, secret, running: Vec::new(), logs: Vec::new() })
             .collect();
-        Some(Hosts { each, _switch: hosts })
+        Some(Hosts { each, switch: hosts })
+    }
+
+    /// Cuts a host, numbered from 1, off from the others, or connects it again.
+    pub(crate) fn cut_off(&self, number: usize, cut: bool) {
+        self.switch.cut_off(number, cut).expect("the switch exists");
     }
 
     /// Returns the address of a host, numbered from 1.
@@ -72,6 +77,11 @@ impl Host {
         command.envs(self.secret.map(|file| ("KVX_SECRET_FILE", file)));
         command.envs(variables.iter().cloned());
         command
+    }
+
+    /// Returns a command that runs a program on the host.
+    pub(crate) fn command(&self, program: &str) -> Command {
+        self.network.command(program)
     }
 
     /// Runs a command until the end of the test.

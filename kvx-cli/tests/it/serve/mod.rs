@@ -12,6 +12,7 @@ pub(crate) mod hosts;
 mod matrix;
 mod program;
 mod ranks;
+mod registered;
 mod registration;
 #[cfg(feature = "release")]
 mod releases;

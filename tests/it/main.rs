@@ -18,6 +18,7 @@ mod engines_on_devices;
 mod examples;
 #[cfg(all(feature = "shm", feature = "tcp", feature = "ucx", feature = "libfabric"))]
 mod faults;
+mod monitoring;
 mod readme;
 mod registry;
 #[cfg(all(feature = "shm", feature = "tcp", feature = "ucx", feature = "libfabric"))]

@@ -3,7 +3,8 @@
 //!
 //! 200 concurrent streams of 128 tokens run through one program and then the other, in turn, as
 //! fast as instances without a model generate them. Latency and requests per second are those of a
-//! saturated machine. `cargo bench -p kvx-cli --bench proxy -- --bars` prints one JSON object per
+//! saturated machine. Then 1,000 streams of 32 tokens run through two routers over 16 instances, next
+//! to two bare programs. `cargo bench -p kvx-cli --bench proxy -- --bars` prints one JSON object per
 //! line.
 //!
 //! `KVX_TOY_PROXY="PYTHON toy_proxy_server.py"` compares with that program instead, in requests per
@@ -12,6 +13,8 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -24,20 +27,24 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use kvx_instance::{Instance, Settings};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::{Value, json};
 use tokio::net::{TcpListener, TcpStream};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-const STREAMS: usize = 200;
-const TOKENS: u64 = 128;
 /// The number of rounds of each program, which alternate.
 const ROUNDS: usize = 5;
-const ROUND: Duration = Duration::from_secs(3);
+/// The load of many streams, half of them through each of two routers.
+const CROWD: Load = Load { streams: 1000, tokens: 32, round: Duration::from_secs(6) };
+/// The usual load.
+const USUAL: Load = Load { streams: 200, tokens: 128, round: Duration::from_secs(3) };
+/// The most descriptors: two for each stream, and some.
+const DESCRIPTORS: u64 = 8192;
 /// The time for which the idle router is measured.
 const QUIET: Duration = Duration::from_secs(20);
 /// The variable that turns this program into the bare one; it has the URLs of the prefill and the
-/// decode instance.
+/// decode instances, those of a pair after each other.
 const BARE: &str = "KVX_BARE_PROXY";
 /// The variable with the command of vLLM's toy proxy.
 const TOY: &str = "KVX_TOY_PROXY";
@@ -45,6 +52,10 @@ const TOY: &str = "KVX_TOY_PROXY";
 const TIMES_THE_TOY: f64 = 10.0;
 
 fn main() -> Result<(), Failure> {
+    // The programs that it starts inherit the limit.
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let current = Some(maximum.map_or(DESCRIPTORS, |most| most.min(DESCRIPTORS)));
+    setrlimit(Resource::Nofile, Rlimit { current, maximum })?;
     kvx_instance::run_if_asked();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     if let Ok(urls) = std::env::var(BARE) {
@@ -79,44 +90,71 @@ fn main() -> Result<(), Failure> {
         let toy = instances(Command::new(program).args(words))?;
         return beside_the_toy(&runtime, &kvx, &bare, &toy);
     }
-    let (mut p50, mut p99, mut rate) = (Vec::new(), Vec::new(), Vec::new());
-    for round in 0..=ROUNDS {
-        let of_bare = runtime.block_on(load(bare.port))?;
-        let of_kvx = runtime.block_on(load(kvx.port))?;
-        if round == 0 {
-            continue; // everything is warm from here on
-        }
-        eprintln!("round {round}: bare {of_bare:?}; kvx {of_kvx:?}");
-        p50.push(of_kvx.p50 / of_bare.p50);
-        p99.push(of_kvx.p99 / of_bare.p99);
-        rate.push(of_kvx.rate / of_bare.rate);
-    }
-    cost("proxy_p50_of_bare", median(p50));
-    cost("proxy_p99_of_bare", median(p99));
-    cost("proxy_rate_of_bare", median(rate));
+    let of_bare = beside_bare(&runtime, &[&kvx], &[&bare], USUAL)?;
+    cost("proxy_p50_of_bare", of_bare.p50);
+    cost("proxy_p99_of_bare", of_bare.p99);
+    cost("proxy_rate_of_bare", of_bare.rate);
     drop((kvx, bare));
     let instances: Vec<_> = (0..16).map(|_| Instance::start(settings.clone())).collect();
     let ports = |half: &[Instance]| {
         half.iter().map(|instance| instance.port().to_string()).collect::<Vec<_>>()
     };
     let hosts = ["127.0.0.1"; 8];
-    let idle = Program::start(
-        Command::new(env!("CARGO_BIN_EXE_kvx"))
-            .args(["proxy", "--port", "0", "--prefiller-hosts"])
-            .args(hosts)
-            .arg("--prefiller-ports")
-            .args(ports(&instances[..8]))
-            .arg("--decoder-hosts")
-            .args(hosts)
-            .arg("--decoder-ports")
-            .args(ports(&instances[8..])),
-    )?;
-    runtime.block_on(load_once(idle.port))?;
+    let (prefills, decodes) = instances.split_at(8);
+    let router = || {
+        Program::start(
+            Command::new(env!("CARGO_BIN_EXE_kvx"))
+                .args(["proxy", "--port", "0", "--access-log", "off", "--prefiller-hosts"])
+                .args(hosts)
+                .arg("--prefiller-ports")
+                .args(ports(prefills))
+                .arg("--decoder-hosts")
+                .args(hosts)
+                .arg("--decoder-ports")
+                .args(ports(decodes)),
+        )
+    };
+    let (idle, other) = (router()?, router()?);
+    let pairs = prefills.iter().zip(decodes).map(|(one, other)| [one.url(), other.url()].join(" "));
+    let urls = pairs.collect::<Vec<_>>().join(" ");
+    let bare = || Program::start(Command::new(std::env::current_exe()?).env(BARE, &urls));
+    let (one_bare, other_bare) = (bare()?, bare()?);
+    for router in [&idle, &other] {
+        runtime.block_on(load_once(router.port))?;
+    }
+    let of_bare = beside_bare(&runtime, &[&idle, &other], &[&one_bare, &other_bare], CROWD)?;
+    cost("proxies_p50_of_bare", of_bare.p50);
+    cost("proxies_p99_of_bare", of_bare.p99);
+    cost("proxies_rate_of_bare", of_bare.rate);
+    drop((other, one_bare, other_bare));
     let before = idle.cpu()?;
     std::thread::sleep(QUIET);
     let used = idle.cpu()?.saturating_sub(before);
     cost("proxy_idle_percent", used.as_secs_f64() / QUIET.as_secs_f64() * 100.0);
     Ok(())
+}
+
+/// Returns the median figures of the routers as multiples of those of the bare programs.
+fn beside_bare(
+    runtime: &tokio::runtime::Runtime,
+    kvx: &[&Program],
+    bare: &[&Program],
+    under: Load,
+) -> Result<Figures, Failure> {
+    let (mut requests, mut p50, mut p99, mut rate) = (0, Vec::new(), Vec::new(), Vec::new());
+    for round in 0..=ROUNDS {
+        let of_bare = runtime.block_on(load(bare, under))?;
+        let of_kvx = runtime.block_on(load(kvx, under))?;
+        if round == 0 {
+            continue; // everything is warm from here on
+        }
+        eprintln!("round {round}: bare {of_bare:?}; kvx {of_kvx:?}");
+        requests += of_kvx.requests;
+        p50.push(of_kvx.p50 / of_bare.p50);
+        p99.push(of_kvx.p99 / of_bare.p99);
+        rate.push(of_kvx.rate / of_bare.rate);
+    }
+    Ok(Figures { requests, p50: median(p50), p99: median(p99), rate: median(rate) })
 }
 
 /// Compares the requests per second of CPU time. The bare program shows the upper limit.
@@ -130,7 +168,7 @@ fn beside_the_toy(
     for round in 0..=ROUNDS {
         let per_core = |program: &Program| -> Result<f64, Failure> {
             let before = program.cpu()?;
-            let figures = runtime.block_on(load(program.port))?;
+            let figures = runtime.block_on(load(&[program], USUAL))?;
             Ok(figures.requests as f64 / (program.cpu()? - before).as_secs_f64())
         };
         let (of_toy, of_kvx, of_bare) = (per_core(toy)?, per_core(kvx)?, per_core(bare)?);
@@ -224,11 +262,21 @@ struct Figures {
     rate: f64,
 }
 
-/// Runs all streams for a round, each one request after the other.
-async fn load(port: u16) -> Result<Figures, Failure> {
+/// The load of a round.
+#[derive(Clone, Copy)]
+struct Load {
+    streams: usize,
+    /// The length of each answer.
+    tokens: u64,
+    round: Duration,
+}
+
+/// Runs all streams for a round, each one request after the other, through the programs in turn.
+async fn load(programs: &[&Program], load: Load) -> Result<Figures, Failure> {
     let start = Instant::now();
-    let workers: Vec<_> =
-        (0..STREAMS).map(|number| tokio::spawn(worker(port, number, start + ROUND))).collect();
+    let port = |number: usize| programs[number % programs.len()].port;
+    let start_one = |number| worker(port(number), number, load.tokens, start + load.round);
+    let workers: Vec<_> = (0..load.streams).map(|number| tokio::spawn(start_one(number))).collect();
     let mut times = Vec::new();
     for worker in workers {
         times.extend(worker.await??);
@@ -239,13 +287,18 @@ async fn load(port: u16) -> Result<Figures, Failure> {
     Ok(Figures { requests: times.len(), p50: at(0.5), p99: at(0.99), rate })
 }
 
-async fn worker(port: u16, number: usize, until: Instant) -> Result<Vec<Duration>, Failure> {
+async fn worker(
+    port: u16,
+    number: usize,
+    tokens: u64,
+    until: Instant,
+) -> Result<Vec<Duration>, Failure> {
     let stream = TcpStream::connect(("127.0.0.1", port)).await?;
     stream.set_nodelay(true)?;
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     tokio::spawn(connection);
-    let body = json!({"model": "m", "prompt": format!("{number} {}", "lorem ipsum ".repeat(40)), "max_tokens": TOKENS,
+    let body = json!({"model": "m", "prompt": format!("{number} {}", "lorem ipsum ".repeat(40)), "max_tokens": tokens,
                       "stream": true});
     let body = Bytes::from(body.to_string());
     let mut times = Vec::new();
@@ -261,7 +314,7 @@ async fn worker(port: u16, number: usize, until: Instant) -> Result<Vec<Duration
             let Ok(data) = frame?.into_data() else { continue };
             events += data.windows(6).filter(|six| *six == b"data: ").count() as u64;
         }
-        if response.status() != 200 || events < TOKENS {
+        if response.status() != 200 || events < tokens {
             return Err(format!("{}: {events} events", response.status()).into());
         }
         times.push(start.elapsed());
@@ -274,7 +327,7 @@ async fn worker(port: u16, number: usize, until: Instant) -> Result<Vec<Duration
 async fn load_once(port: u16) -> Result<(), Failure> {
     let end = Instant::now() + Duration::from_secs(10);
     loop {
-        match worker(port, 0, Instant::now() + Duration::from_millis(1)).await {
+        match worker(port, 0, 1, Instant::now() + Duration::from_millis(1)).await {
             Ok(_) => return Ok(()),
             Err(error) if Instant::now() > end => return Err(error),
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
@@ -285,9 +338,9 @@ async fn load_once(port: u16) -> Result<(), Failure> {
 /// Runs the bare program: a prefill, then a decode whose bytes are forwarded. It checks, counts,
 /// retries and limits nothing.
 async fn serve_bare(urls: &str) -> Result<(), Failure> {
-    let (prefill, decode) = urls.split_once(' ').ok_or("two URLs")?;
-    let (prefill, decode) =
-        (format!("{prefill}/v1/completions"), format!("{decode}/v1/completions"));
+    let urls: Vec<_> = urls.split(' ').map(|url| format!("{url}/v1/completions")).collect();
+    let urls: Arc<[String]> = urls.into();
+    let turn = Arc::<AtomicUsize>::default();
     let listener = TcpListener::bind(("127.0.0.1", 0)).await?;
     eprintln!("bare: listening on {}", listener.local_addr()?);
     let mut connector = HttpConnector::new();
@@ -296,9 +349,12 @@ async fn serve_bare(urls: &str) -> Result<(), Failure> {
     loop {
         let (stream, _) = listener.accept().await?;
         stream.set_nodelay(true)?;
-        let (client, prefill, decode) = (client.clone(), prefill.clone(), decode.clone());
+        let (client, urls, turn) = (client.clone(), Arc::clone(&urls), Arc::clone(&turn));
         tokio::spawn(async move {
-            let service = service_fn(|request| two_calls(&client, &prefill, &decode, request));
+            let service = service_fn(|request| {
+                let pair = turn.fetch_add(1, Relaxed) % (urls.len() / 2) * 2;
+                two_calls(&client, &urls[pair], &urls[pair + 1], request)
+            });
             let served = hyper::server::conn::http1::Builder::new()
                 .serve_connection(TokioIo::new(stream), service);
             drop(served.await); // an error: the client has gone

@@ -146,18 +146,22 @@ impl Reconciler {
         limit: Duration,
     ) -> BTreeMap<Arc<str>, Result<usize, String>> {
         self.follow(&providers);
-        let late = || -> Result<usize, String> { Err(format!("no answer within {limit:?}")) };
-        let mut first: BTreeMap<_, _> =
-            self.running.keys().map(|name| (Arc::clone(name), late())).collect();
-        let (deadline, mut left) = (Instant::now() + limit, first.len());
-        while left > 0 {
+        let mut silent: BTreeSet<_> = self.running.keys().map(Arc::clone).collect();
+        let mut first = BTreeMap::new();
+        let deadline = Instant::now() + limit;
+        while !silent.is_empty() {
             let Ok(Some(report)) = timeout_at(deadline, self.reports.recv()).await else {
                 break;
             };
-            let count = report.report.as_ref().map(Vec::len).map_err(String::clone);
-            left -= usize::from(first.insert(Arc::clone(&report.name), count) == Some(late()));
+            if silent.remove(&report.name) {
+                let count = report.report.as_ref().map(Vec::len).map_err(String::clone);
+                first.insert(Arc::clone(&report.name), count);
+            }
             self.take(report);
         }
+        first.extend(
+            silent.into_iter().map(|name| (name, Err(format!("no answer within {limit:?}")))),
+        );
         self.apply().await;
         first
     }

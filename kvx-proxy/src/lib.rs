@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod admission;
+mod backoff;
 mod body;
 mod check;
 mod compare;
@@ -14,6 +15,7 @@ mod explain;
 mod fleet;
 #[doc(hidden)]
 pub mod fuzz;
+mod lines;
 mod log;
 mod metrics;
 mod random;

@@ -3,13 +3,11 @@
 //! It needs no gRPC: requests and answers are JSON over HTTP/1.1. Numbers of 64 bits are strings
 //! there, keys and values base64, and zeros and `false` are left out.
 
-mod backoff;
 mod base64;
 mod client;
 mod messages;
 mod watch;
 
-pub(crate) use backoff::{Backoff, Reporter};
 pub(crate) use client::{CallError, Client};
 pub(crate) use messages::KeyValue;
 pub(crate) use watch::{Change, Watch, WatchEnd};

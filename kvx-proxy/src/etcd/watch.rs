@@ -3,14 +3,12 @@
 use std::fmt;
 use std::time::Duration;
 
-use bytes::{Buf as _, Bytes, BytesMut};
-use http_body_util::BodyExt as _;
-use hyper::body::Incoming;
 use serde_json::json;
 use tokio::time::timeout;
 
 use super::client::{CALL, CallError, Client, prefix_end, refused};
 use super::messages::{Base64, KeyValue, Number, Streamed, WatchAnswer};
+use crate::lines::Lines;
 use crate::log::shown;
 
 /// The most bytes of a line. One has all changes of a revision, or of many while a watch catches
@@ -77,7 +75,8 @@ impl<'a> Watch<'a> {
             }
             Err(error) => return Err(WatchEnd::Lost(error.to_string())),
         };
-        let mut watch = Watch { client, prefix, endpoint, lines: Lines::new(body), next: from };
+        let mut watch =
+            Watch { client, prefix, endpoint, lines: Lines::new(body, LINE), next: from };
         let first = timeout(CALL, watch.answer()).await;
         let first = first.map_err(|_| watch.cut("it has not begun in time".to_owned()))??;
         if !first.created {
@@ -150,43 +149,5 @@ impl<'a> Watch<'a> {
             return Err(WatchEnd::Lost(why));
         }
         Ok(answer)
-    }
-}
-
-/// The lines of a body.
-#[derive(Debug)]
-struct Lines {
-    body: Incoming,
-    read: BytesMut,
-    /// The bytes of `read` that have no end of a line.
-    searched: usize,
-}
-
-impl Lines {
-    fn new(body: Incoming) -> Self {
-        Lines { body, read: BytesMut::new(), searched: 0 }
-    }
-
-    /// Returns the next line, or `None` at the end of the body.
-    async fn next(&mut self) -> Result<Option<Bytes>, String> {
-        loop {
-            if let Some(end) = self.read[self.searched..].iter().position(|byte| *byte == b'\n') {
-                let line = self.read.split_to(self.searched + end).freeze();
-                self.read.advance(1);
-                self.searched = 0;
-                return Ok(Some(line));
-            }
-            self.searched = self.read.len();
-            if self.searched > LINE {
-                return Err(format!("a line is longer than {LINE} bytes"));
-            }
-            match self.body.frame().await {
-                None => return Ok(None),
-                Some(Ok(frame)) => {
-                    self.read.extend_from_slice(&frame.into_data().unwrap_or_default());
-                }
-                Some(Err(error)) => return Err(error.to_string()),
-            }
-        }
     }
 }

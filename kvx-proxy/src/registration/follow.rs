@@ -10,8 +10,9 @@ use tokio::time::{Instant, timeout_at};
 use super::Registration;
 use super::refusal::Refusals;
 use super::table::{MOST, Table};
+use crate::backoff::Backoff;
 use crate::error::Result;
-use crate::etcd::{Backoff, Client, Watch, WatchEnd};
+use crate::etcd::{Client, Watch, WatchEnd};
 use crate::setup::{FleetAddress, FleetSecret};
 
 /// The time between complete lists.

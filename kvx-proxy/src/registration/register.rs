@@ -6,8 +6,9 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::entry::{OwnEntry, VALID};
+use crate::backoff::{Backoff, Reporter};
 use crate::error::{Error, Result};
-use crate::etcd::{Backoff, CallError, Client, Reporter};
+use crate::etcd::{CallError, Client};
 use crate::random::random_bytes;
 use crate::setup::{FleetAddress, FleetSecret};
 

@@ -17,6 +17,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::error::{Error, Result};
 use crate::log::shown;
 use crate::request::headers;
+use crate::tls_files::TlsFiles;
 use crate::upstream::{WHOLE, json_headers, whole, words};
 
 #[cfg(feature = "tls")]
@@ -40,28 +41,30 @@ type UpstreamConnector = HttpConnector;
 pub(crate) type EndpointClient = Client<UpstreamConnector, Full<Bytes>>;
 
 /// Builds the HTTP client for these endpoints. The router's own client supports plain HTTP only.
-#[cfg_attr(not(feature = "tls"), expect(unused_variables, reason = "certificates are for https"))]
 pub(crate) fn client(endpoints: &[Endpoint]) -> Result<EndpointClient> {
+    client_with(endpoints, &TlsFiles::default())
+}
+
+/// Builds the HTTP client for these endpoints, with these certificates for https.
+#[cfg_attr(not(feature = "tls"), expect(unused_variables, reason = "certificates are for https"))]
+pub(crate) fn client_with(endpoints: &[Endpoint], files: &TlsFiles) -> Result<EndpointClient> {
     let mut connector = HttpConnector::new();
     connector.set_connect_timeout(Some(CONNECT));
     connector.set_nodelay(true);
     connector.enforce_http(false);
     #[cfg(feature = "tls")]
     let connector = {
-        let provider = ring::default_provider();
-        let builder = HttpsConnectorBuilder::new();
-        // The system's trusted roots, or the certificates in the file that SSL_CERT_FILE names.
-        let builder = if endpoints.iter().any(|endpoint| endpoint.0.starts_with("https")) {
-            builder.with_provider_and_native_roots(provider).map_err(|error| {
-                Error::new(format!("this system's trusted certificates: {error}"))
-            })?
+        let config = if endpoints.iter().any(Endpoint::is_https) {
+            files.config()?
         } else {
-            let config = ClientConfig::builder_with_provider(Arc::new(provider))
+            // No connection uses it, so it needs no system's roots.
+            ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
                 .with_safe_default_protocol_versions()
-                .map_err(|error| Error::new(error.to_string()))?;
-            let no_roots = config.with_root_certificates(RootCertStore::empty());
-            builder.with_tls_config(no_roots.with_no_client_auth())
+                .map_err(|error| Error::new(error.to_string()))?
+                .with_root_certificates(RootCertStore::empty())
+                .with_no_client_auth()
         };
+        let builder = HttpsConnectorBuilder::new().with_tls_config(config);
         builder.https_or_http().enable_http1().wrap_connector(connector)
     };
     Ok(Client::builder(TokioExecutor::new()).pool_timer(TokioTimer::new()).build(connector))
@@ -129,6 +132,11 @@ impl Endpoint {
         let path = uri.path().trim_end_matches('/');
         let base = path.strip_suffix("/v1").unwrap_or(path).trim_end_matches('/');
         Ok(Endpoint(format!("{scheme}://{authority}{base}")))
+    }
+
+    /// Returns true if connections to it use TLS.
+    pub(crate) fn is_https(&self) -> bool {
+        self.0.starts_with("https:")
     }
 
     /// Returns its URL without a path.

@@ -30,6 +30,7 @@ mod serve;
 pub mod server;
 mod setup;
 mod sse;
+mod tls_files;
 mod upstream;
 mod zmtp;
 

@@ -21,6 +21,7 @@ use super::messages::{
 use crate::endpoint::{Endpoint, EndpointClient, head_by};
 use crate::log::shown;
 use crate::setup::Login;
+use crate::tls_files::TlsFiles;
 
 /// The time that a member has to answer; a hung one never answers.
 pub(super) const CALL: Duration = Duration::from_secs(3);
@@ -106,8 +107,12 @@ pub(crate) struct Client {
 
 impl Client {
     /// Creates a client of at least one endpoint.
-    pub(crate) fn new(endpoints: Vec<Endpoint>, login: Option<Login>) -> crate::Result<Self> {
-        let http = crate::endpoint::client(&endpoints)?;
+    pub(crate) fn new(
+        endpoints: Vec<Endpoint>,
+        login: Option<Login>,
+        files: &TlsFiles,
+    ) -> crate::Result<Self> {
+        let http = crate::endpoint::client_with(&endpoints, files)?;
         let (token, current) = (Mutex::default(), AtomicUsize::new(0));
         Ok(Client { endpoints, http, login, token, current })
     }

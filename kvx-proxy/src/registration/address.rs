@@ -8,7 +8,7 @@ use crate::setup::{FleetAddress, Role};
 impl FleetAddress {
     pub(super) fn client(&self) -> Result<Client> {
         let members = self.members.iter().map(|url| Endpoint::new(url));
-        Client::new(members.collect::<Result<_>>()?, self.login.clone())
+        Client::new(members.collect::<Result<_>>()?, self.login.clone(), &self.files)
     }
 
     /// Returns the prefix of the fleet's keys. Its slash at the end keeps other fleets out whose

@@ -1,6 +1,7 @@
 //! The address of a fleet in etcd.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use hyper::http::uri::Authority;
@@ -9,6 +10,7 @@ use serde::de::{Deserializer, Error as _};
 
 use super::ApiKey;
 use crate::error::{Error, Result};
+use crate::tls_files::TlsFiles;
 
 /// The default lifetime of a lease: an instance that dies leaves the list after this time.
 const LEASE: Duration = Duration::from_secs(15);
@@ -39,6 +41,7 @@ pub struct FleetAddress {
     /// The name of the fleet.
     pub(crate) fleet: String,
     pub(crate) login: Option<Login>,
+    pub(crate) files: TlsFiles,
     pub(crate) lease: Duration,
 }
 
@@ -89,6 +92,7 @@ impl FleetAddress {
                 .ok_or_else(|| wrong("needs HOST:PORT for each member; etcd's port is 2379"))?,
             fleet: fleet.to_owned(),
             login: None,
+            files: TlsFiles::default(),
             lease: LEASE,
         })
     }
@@ -99,14 +103,32 @@ impl FleetAddress {
         self
     }
 
+    /// Sets the PEM files for `etcd+https`: the authorities to trust instead of the system's, and
+    /// the client's certificate chain and key. A missing file is an error once etcd is to be asked.
+    pub fn with_tls_files(
+        mut self,
+        ca: Option<PathBuf>,
+        certificate: Option<PathBuf>,
+        key: Option<PathBuf>,
+    ) -> Self {
+        self.files = TlsFiles { ca, certificate, key };
+        self
+    }
+
     /// Takes the user of etcd from `ETCD_AUTH_USERNAME` and `ETCD_AUTH_PASSWORD`, if the first is
-    /// set.
+    /// set, and the files for `etcd+https` from `ETCD_AUTH_CA`, `ETCD_AUTH_CLIENT_CERT` and
+    /// `ETCD_AUTH_CLIENT_KEY`.
     pub fn with_environment(self) -> Self {
+        let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+        let [ca, certificate, key] =
+            ["ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"]
+                .map(|name| set(name).map(PathBuf::from));
+        let fleet = self.with_tls_files(ca, certificate, key);
         match std::env::var("ETCD_AUTH_USERNAME") {
             Ok(user) if !user.is_empty() => {
-                self.with_login(user, std::env::var("ETCD_AUTH_PASSWORD").unwrap_or_default())
+                fleet.with_login(user, std::env::var("ETCD_AUTH_PASSWORD").unwrap_or_default())
             }
-            _ => self,
+            _ => fleet,
         }
     }
 

@@ -17,6 +17,7 @@ mod flat;
 pub mod harness;
 mod hex;
 mod hosts;
+mod kubernetes;
 mod listener;
 mod median;
 mod mutation;
@@ -54,6 +55,7 @@ pub use harness::{
 };
 pub use hex::{hex, unhex};
 pub use hosts::{DIED_AFTER_PASSING, Host, Hosts, refused_behind, run_one_test};
+pub use kubernetes::{FakeKubernetes, WatchEnd, ready_pod};
 pub use kvx_testkit_macros::test;
 pub use listener::{
     ATTACKER_CONNECTS, AttackBytes, Bounds, Client, Cost, Listener, connect_from,

@@ -36,7 +36,7 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     let core = Arc::new(core);
     let limit = core.live().setup.discovery.first_limit();
     let mut discovery = Reconciler::new(Arc::clone(&core));
-    for (provider, instances) in discovery.first(providers, limit).await {
+    for (provider, instances) in discovery.first(providers::all, limit).await {
         found.push(match instances {
             Ok(0) => Finding::Beware(format!(
                 "{provider} finds no instance now: is the name right, and is one ready?"

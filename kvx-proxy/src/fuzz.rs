@@ -6,6 +6,7 @@ pub const TARGETS: &[(&str, fn(&[u8]))] = &[
     ("proxy_body", body),
     ("proxy_dns", dns),
     ("proxy_headers", headers),
+    ("proxy_kubernetes", kubernetes),
     ("proxy_setup", setup),
     ("proxy_etcd", etcd),
     ("proxy_registration", registration),
@@ -29,6 +30,11 @@ pub fn dns(bytes: &[u8]) {
 /// Parses a client's headers, one per line.
 pub fn headers(bytes: &[u8]) {
     crate::request::headers::fuzz(bytes);
+}
+
+/// Parses a list of pods, and the lines of a watch.
+pub fn kubernetes(bytes: &[u8]) {
+    crate::discovery::kubernetes::fuzz(bytes);
 }
 
 /// Parses a configuration file, and builds its fleet.
@@ -95,6 +101,9 @@ mod tests {
         b"\"instance\":{",
         b"\"expires\":",
         b"\"mac\":\"",
+        b"\"llm-d.ai/role\":\"decode\"",
+        b"\"resourceVersion\":\"",
+        b"{\"type\":\"MODIFIED\",\"object\":",
     ];
 
     fn run(name: &str, seeds: &[&[u8]], check: fn(&[u8])) {
@@ -140,6 +149,16 @@ mod tests {
             b"search a.test b.test\nnameserver 10.0.0.1\nnameserver fd00::1\noptions ndots:5\n",
         ];
         run("dns", &seeds, dns);
+    }
+
+    #[test]
+    fn pods() {
+        let seeds: [&[u8]; 3] = [
+            br#"{"kind":"PodList","metadata":{"resourceVersion":"7","continue":"x"},"items":[{"metadata":{"uid":"u","labels":{"llm-d.ai/role":"decode"},"annotations":{"smg.ai/worker-ports":"8000,8001"}},"status":{"phase":"Running","podIP":"10.0.0.1","conditions":[{"type":"Ready","status":"True"}]}}]}"#,
+            br#"{"type":"ADDED","object":{"metadata":{"name":"p","uid":"u","resourceVersion":"8","labels":{"llm-d.ai/role":"prefill"},"annotations":{"sglang.ai/bootstrap-port":"8998"}},"status":{"phase":"Running","podIP":"fd00::1","conditions":[{"type":"Ready","status":"True"}]}}}"#,
+            b"{\"type\":\"BOOKMARK\",\"object\":{\"metadata\":{\"resourceVersion\":\"9\"}}}\n{\"type\":\"ERROR\",\"object\":{\"code\":410,\"message\":\"too old\"}}\n",
+        ];
+        run("kubernetes", &seeds, kubernetes);
     }
 
     #[test]

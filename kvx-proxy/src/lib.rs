@@ -43,8 +43,8 @@ pub use release::{BlockReleaser, KeptBlocks, ReleaseBlocks, ReleaseError, Releas
 pub use serve::{Handle, Proxy, serve};
 pub use setup::{
     AccessLog, ApiKey, Choice, ClientLimits, Discovery, EventSource, Fallback, Finding,
-    FleetSecret, Health, InstanceSetup, Pool, PoolConnector, Retries, Role, Setup, Timeouts,
-    parse_duration, parse_size,
+    FleetSecret, Health, InstanceSetup, KubernetesDiscovery, LabelSelector, Pool, PoolConnector,
+    Retries, Role, Setup, Timeouts, parse_duration, parse_size,
 };
 
 /// Entry points of the benchmark `choice`.

@@ -5,6 +5,8 @@
 
 mod dns;
 mod etcd;
+pub(crate) mod kubernetes;
+pub(crate) mod providers;
 mod reconcile;
 pub(crate) mod srv;
 pub(crate) mod status;
@@ -71,11 +73,6 @@ impl fmt::Debug for Provider {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Provider").field("name", &self.name).finish_non_exhaustive()
     }
-}
-
-/// Returns the providers of a configuration.
-pub(crate) fn providers(setup: &Setup) -> Vec<Provider> {
-    dns::providers(setup).into_iter().chain(etcd::provider(setup)).collect()
 }
 
 /// Where a provider sends its reports.

@@ -33,7 +33,7 @@ pub(crate) struct FleetPool {
     pub(crate) name: String,
     pub(crate) connector: PoolConnector,
     pub(crate) bidirectional: bool,
-    /// True if discovery may find prefill instances for it.
+    /// True if discovery finds prefill instances for it, without which it does not serve.
     discovers_prefill: bool,
 }
 
@@ -76,8 +76,8 @@ impl Fleet {
                 name: pool.name.clone(),
                 connector: pool.connector.unwrap_or(setup.connector),
                 bidirectional: pool.bidirectional,
-                discovers_prefill: setup.discovery.finds_all_roles()
-                    || pool.prefill.iter().any(|one| one.records().is_some()),
+                discovers_prefill: pool.prefill.iter().any(|one| one.records().is_some())
+                    || setup.discovery.needs_prefill(&pool.name),
             });
             for (role, instances) in [(Role::Prefill, &pool.prefill), (Role::Decode, &pool.decode)]
             {

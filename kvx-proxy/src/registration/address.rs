@@ -34,6 +34,16 @@ impl FleetAddress {
 mod tests {
     use super::*;
 
+    #[cfg(feature = "tls")]
+    #[test]
+    fn files_for_https_are_read_before_etcd_is_asked() {
+        let fleet = FleetAddress::new("etcd+https://a:1/f").unwrap();
+        let certificate = Some("/nowhere/cert".into());
+        let error = fleet.with_tls_files(None, certificate, None).client().unwrap_err();
+        assert!(error.to_string().contains("/nowhere/cert"), "{error}");
+        assert!(error.to_string().contains("set both"), "{error}");
+    }
+
     #[test]
     fn keys_are_of_one_fleet_and_one_spelling() {
         let fleet = FleetAddress::new("etcd://a:1/f").unwrap();

@@ -130,6 +130,7 @@ impl Handle {
         let next = Tls::default();
         let read = || {
             let setup = read()?;
+            providers::check(&setup)?;
             let acceptor = acceptor(&setup)?;
             if acceptor.is_some() != self.tls.now().is_some() {
                 return Err(Error::new(
@@ -170,6 +171,7 @@ impl Proxy {
     pub async fn bind_with_output(setup: Setup, output: Box<dyn Write + Send>) -> Result<Self> {
         let live = LiveSetup::new(setup, None)?;
         let setup = Arc::clone(&live.setup);
+        providers::check(&setup)?;
         let tls = Tls::default();
         tls.set(acceptor(&setup)?);
         let listener = listen(&setup).await?;
@@ -201,7 +203,7 @@ impl Proxy {
     /// `health.timeout`.
     pub async fn check_instances(&mut self) {
         let limit = self.core.live().setup.discovery.first_limit();
-        self.discovery.first(providers, limit).await; // failures are logged
+        self.discovery.first(providers::all, limit).await; // failures are logged
         watch::round(&self.core, &self.core.live(), watch::WatchScope::Everything).await;
     }
 
@@ -213,7 +215,7 @@ impl Proxy {
     pub async fn run(mut self) -> Result<()> {
         let watching = tokio::spawn(watch::watch(Arc::clone(&self.core)));
         let greeting = tokio::spawn(watch::greet(Arc::clone(&self.core)));
-        let discovering = tokio::spawn(self.discovery.run(providers));
+        let discovering = tokio::spawn(self.discovery.run(providers::all));
         let core = Arc::clone(&self.core);
         let missed = move |blocks: &KeptBlocks, why: &str| core.errors.add(&blocks.instance, why);
         let releasing = tokio::spawn(Arc::clone(&self.core.releases).serve(missed));

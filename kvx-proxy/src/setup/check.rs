@@ -1,7 +1,7 @@
 //! Describes a configuration and finds what would not work in it, without a request to any
 //! instance.
 
-use super::{DnsRecords, Fallback, InstanceSetup, Pool, PoolConnector, Setup};
+use super::{DnsRecords, Fallback, InstanceSetup, Pool, PoolConnector, Role, Setup};
 use crate::log::AccessLogger;
 use crate::recording::writer::Recorder;
 
@@ -38,6 +38,27 @@ fn discovery<'a>(setup: &'a Setup, pool: &'a Pool) -> impl Iterator<Item = Findi
             setup.discovery.every,
             setup.discovery.absences
         )))
+    })
+}
+
+/// Explains the pods of Kubernetes in a pool.
+fn pods<'a>(setup: &'a Setup, pool: &'a str) -> impl Iterator<Item = Finding> + 'a {
+    let found = setup.discovery.kubernetes.as_ref().filter(|one| one.pool == pool);
+    found.into_iter().flat_map(move |found| {
+        let roles = [Role::Prefill, Role::Decode].into_iter();
+        roles.filter(|role| found.may_find(pool, *role)).map(move |role| {
+            let namespace = found.namespace.as_deref().map_or_else(
+                || "the router's namespace".to_owned(),
+                |name| format!("namespace {name}"),
+            );
+            Finding::Means(format!(
+                "pool {pool}: ready pods of {namespace} with {} are {} instances, at port {} \
+                 unless an annotation names others",
+                found.describe(role),
+                role.as_str(),
+                found.port
+            ))
+        })
     })
 }
 
@@ -118,7 +139,6 @@ impl Setup {
             }
         }
         let pools = self.pools();
-        let finds_all_roles = self.discovery.finds_all_roles();
         if pools.is_empty() {
             found.push(Fails(
                 "there is no instance: add a [[pool]] with prefill and decode".to_owned(),
@@ -145,12 +165,13 @@ impl Setup {
                 fixed(&pool.decode)
             )));
             found.extend(discovery(self, pool));
-            if pool.decode.is_empty() && !finds_all_roles {
+            found.extend(pods(self, name));
+            if pool.decode.is_empty() && !self.discovery.may_find(name, Role::Decode) {
                 found.push(Fails(format!(
                     "pool {name} has no decode instance: no request can be answered"
                 )));
             }
-            if pool.prefill.is_empty() && !finds_all_roles {
+            if pool.prefill.is_empty() && !self.discovery.may_find(name, Role::Prefill) {
                 found.push(Beware(format!(
                     "pool {name} has no prefill instance: all requests go to decode alone"
                 )));

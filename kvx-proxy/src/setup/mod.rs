@@ -5,6 +5,7 @@ mod api_key;
 mod check;
 mod fleet_address;
 mod instance;
+mod kubernetes;
 mod toys;
 mod units;
 
@@ -22,6 +23,7 @@ pub use fleet_address::FleetAddress;
 pub(crate) use fleet_address::Login;
 pub(crate) use instance::{DnsRecords, InstanceTable, InstanceTarget};
 pub use instance::{EventSource, InstanceSetup, Role};
+pub use kubernetes::{KubernetesDiscovery, LabelSelector};
 
 use crate::error::{Error, Result};
 use crate::release::BlockReleaser;
@@ -281,19 +283,7 @@ pub struct Discovery {
     pub absences: u32,
     pub resolvers: Vec<SocketAddr>,
     pub etcd: Option<FleetAddress>,
-}
-
-impl Discovery {
-    /// Returns true if a provider may find instances of each pool and role.
-    pub(crate) fn finds_all_roles(&self) -> bool {
-        self.etcd.is_some()
-    }
-
-    /// Returns the time in which each provider reports for the first time: after its own timeout if
-    /// nothing answers.
-    pub(crate) fn first_limit(&self) -> Duration {
-        self.timeout + Duration::from_secs(1)
-    }
+    pub kubernetes: Option<KubernetesDiscovery>,
 }
 
 /// Limits on clients.
@@ -410,7 +400,28 @@ impl Default for Discovery {
             absences: 3,
             resolvers: Vec::new(),
             etcd: None,
+            kubernetes: None,
         }
+    }
+}
+
+impl Discovery {
+    /// Returns true if instances of this role may be found for a pool, beside those of its names.
+    pub(crate) fn may_find(&self, pool: &str, role: Role) -> bool {
+        let has_pods = self.kubernetes.as_ref().is_some_and(|one| one.may_find(pool, role));
+        has_pods || self.etcd.is_some()
+    }
+
+    /// Returns true if a pool needs prefill instances that are found beside those of its names.
+    pub(crate) fn needs_prefill(&self, pool: &str) -> bool {
+        let has_pods = self.kubernetes.as_ref().is_some_and(|one| one.needs_prefill(pool));
+        has_pods || self.etcd.is_some()
+    }
+
+    /// Returns the time in which each provider reports for the first time: after its own timeout if
+    /// nothing answers.
+    pub(crate) fn first_limit(&self) -> Duration {
+        self.timeout + Duration::from_secs(1)
     }
 }
 
@@ -499,8 +510,8 @@ impl Setup {
     /// Checks for errors that do not depend on the machine. Every configuration is checked before
     /// it is used.
     pub(crate) fn valid(&self) -> Result<()> {
-        let mut names = std::collections::HashSet::new();
-        for pool in &self.pools {
+        let (pools, mut names) = (self.pools(), std::collections::HashSet::new());
+        for pool in &*pools {
             if !names.insert(pool.name.as_str()) {
                 return Err(Error::new(format!(
                     "two pools are named {:?}; give each its own name",
@@ -518,6 +529,16 @@ impl Setup {
                         twice.name()
                     )));
                 }
+            }
+        }
+        if let Some(kubernetes) = &self.discovery.kubernetes {
+            kubernetes.valid()?;
+            if !names.contains(kubernetes.pool.as_str()) {
+                return Err(Error::new(format!(
+                    "discovery.kubernetes.pool is {:?}, and no pool has this name; add a [[pool]] \
+                     with it",
+                    kubernetes.pool
+                )));
             }
         }
         let at_least_one = [
@@ -554,10 +575,11 @@ impl Setup {
         Ok(())
     }
 
-    /// Returns the pools. Where discovery finds instances of all pools, the default pool need not be
+    /// Returns the pools. Where etcd or Kubernetes lists instances, the default pool need not be
     /// written.
     pub(crate) fn pools(&self) -> Cow<'_, [Pool]> {
-        match self.pools.is_empty() && self.discovery.finds_all_roles() {
+        let is_listed = self.discovery.etcd.is_some() || self.discovery.kubernetes.is_some();
+        match self.pools.is_empty() && is_listed {
             true => Cow::Owned(vec![Pool::default()]),
             false => Cow::Borrowed(&self.pools),
         }

@@ -43,6 +43,16 @@ fn errors_name_what_is_wrong() {
         ("[discovery]\nabsences = 0", "discovery.absences is 0"),
         ("[discovery]\nresolvers = ['10.0.0.1']", "resolvers"),
         ("[[pool]]\nprefill = ['http://u@a:1']", "has a user"),
+        ("[discovery.kubernetes]\nselector = ['app']", "write key=value"),
+        ("[discovery.kubernetes]\nprefill_selector = ['app in (a)']", "write key=value"),
+        ("[discovery.kubernetes]\ndecode_selector = ['a=b', 'a=c']", "two values"),
+        ("[discovery.kubernetes]\nport = 0", "port is 0"),
+        ("[discovery.kubernetes]\nnamespace = 'a/b'", "name of a namespace"),
+        ("[discovery.kubernetes]\npool = 'a'", "no pool has this name"),
+        ("[discovery.kubernetes]\ncertificate = 'a'", "set both"),
+        ("[discovery.kubernetes]\nca = 'a'", "set api too"),
+        ("[discovery.kubernetes]\nevents = 'a:5'", "tcp://HOST:PORT"),
+        ("[discovery.kubernetes]\nevents_replay = 'tcp://*:5'", "no events"),
         ("[[pool]]\nprefill = [{ url = 'http://a:1', weigth = 2 }]", "weigth"),
         ("[[pool]]\nprefill = [{ url = 'http://a:1', weight = 0 }]", "above 0"),
         ("[[pool]]\ndecode = [{ url = 'http://a:1', events = 'a:5' }]", "tcp://HOST:PORT"),
@@ -60,5 +70,29 @@ fn errors_name_what_is_wrong() {
     for (text, words) in cases {
         let error = Setup::from_toml(text).expect_err(text).to_string();
         assert!(error.contains(words), "{text}: {error}");
+    }
+}
+
+#[test]
+fn pods_need_no_pool_in_the_file() {
+    let setup = Setup::from_toml("[discovery.kubernetes]\nprefill_selector = ['a=b']").unwrap();
+    assert_eq!(*setup.pools(), [Pool::default()]);
+    let fleet = crate::fleet::Fleet::new(&setup, None);
+    assert!(!fleet.is_ready());
+    let found = setup.findings();
+    let fails = |one: &&Finding| matches!(one, Finding::Fails(_));
+    let fails: Vec<_> = found.iter().filter(fails).collect();
+    let words = "pool default has no decode instance: no request can be answered";
+    assert_eq!(fails, [&Finding::Fails(words.to_owned())], "only prefills may be found");
+    let text = "[discovery.kubernetes]\nnamespace = 'llm'\nselector = ['x=y']\n\
+                prefill_selector = ['a=b']\ndecode_selector = ['a=c']";
+    let found = Setup::from_toml(text).unwrap().findings();
+    assert!(found.iter().all(|one| matches!(one, Finding::Means(_))), "{found:?}");
+    for (labels, role) in [("x=y,a=b", "prefill"), ("x=y,a=c", "decode")] {
+        let words = format!(
+            "pool default: ready pods of namespace llm with {labels} are {role} instances, at port \
+             8000 unless an annotation names others"
+        );
+        assert!(found.contains(&Finding::Means(words)), "{found:?}");
     }
 }

@@ -24,6 +24,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, interval, sleep, timeout_at};
 
 use self::reconcile::{WantedInstances, goals, reconciled};
+use self::status::DiscoveryStatus;
 use crate::fleet::instance::{Instance, Role};
 use crate::relay::core::Core;
 use crate::setup::{InstanceSetup, Setup};
@@ -81,7 +82,7 @@ pub(crate) struct Reports {
     name: Arc<str>,
     start: u64,
     sender: mpsc::Sender<NamedReport>,
-    core: Arc<Core>,
+    status: DiscoveryStatus,
 }
 
 /// A report, and which start of which provider it is from.
@@ -101,7 +102,7 @@ impl Reports {
 
     /// Shows how many entries the provider has refused since it was started, by reason.
     pub(crate) fn refused(&self, counts: impl Iterator<Item = (&'static str, u64)>) {
-        self.core.metrics.discovery.refused(&self.name, counts);
+        self.status.refused(&self.name, counts);
     }
 }
 
@@ -208,7 +209,7 @@ impl Reconciler {
                         name: Arc::clone(&name),
                         start: self.starts,
                         sender: self.sender.clone(),
-                        core: Arc::clone(&self.core),
+                        status: self.core.metrics.discovery.clone(),
                     };
                     let mut task = JoinSet::new();
                     task.spawn(run(reports));

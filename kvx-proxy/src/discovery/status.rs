@@ -7,9 +7,9 @@ use std::time::SystemTime;
 
 use serde::Serialize;
 
-/// The state of each provider, by name.
-#[derive(Debug, Default)]
-pub(crate) struct DiscoveryStatus(Mutex<BTreeMap<Arc<str>, ProviderStatus>>);
+/// The state of each provider, by name. Clones are the same.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DiscoveryStatus(Arc<Mutex<BTreeMap<Arc<str>, ProviderStatus>>>);
 
 /// The state of one provider. Times are seconds since 1970.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]

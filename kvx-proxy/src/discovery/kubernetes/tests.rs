@@ -9,7 +9,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::*;
-use crate::discovery::{Discovered, Report};
+use crate::discovery::status::DiscoveryStatus;
+use crate::discovery::{Discovered, NamedReport, Report};
 
 /// The timeout of every wait.
 const CUT_OFF: Duration = Duration::from_secs(20);
@@ -28,7 +29,7 @@ const BY_LABELS: &str = "prefill_selector = ['app=vllm', 'tier=prefill']\n\
 /// A provider, and the fake API server that it follows.
 struct Followed {
     fake: FakeKubernetes,
-    reports: mpsc::Receiver<(Arc<str>, Report)>,
+    reports: mpsc::Receiver<NamedReport>,
     _task: JoinSet<()>,
 }
 
@@ -42,13 +43,14 @@ impl Followed {
         let follower = Follower::new(Access::new(&settings).unwrap(), settings, times).unwrap();
         let (sender, reports) = mpsc::channel(16);
         let mut task = JoinSet::new();
-        task.spawn(follower.run(Reports { name: NAME.into(), sender }));
+        let (name, status) = (NAME.into(), DiscoveryStatus::default());
+        task.spawn(follower.run(Reports { name, start: 1, sender, status }));
         Followed { fake, reports, _task: task }
     }
 
     async fn next(&mut self, what: &str) -> Report {
         let report = timeout(CUT_OFF, self.reports.recv()).await;
-        report.unwrap_or_else(|_| panic!("no report: {what}")).unwrap().1
+        report.unwrap_or_else(|_| panic!("no report: {what}")).unwrap().report
     }
 
     /// Waits for a list with these instances. Fails if one of `always` is not in a list meanwhile.

@@ -2,7 +2,10 @@
 
 use std::fs::File;
 use std::io::Read as _;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+
+use hyper::Uri;
 
 use crate::endpoint::Endpoint;
 use crate::error::{Error, Result};
@@ -72,8 +75,7 @@ impl Access {
             ));
         }
         let endpoint = Endpoint::new(&url).map_err(|error| wrong(&format!("api: {error}")))?;
-        let is_loopback = ["//127.", "//localhost", "//[::1]"].iter().any(|one| url.contains(one));
-        if token.is_some() && !endpoint.is_https() && !is_loopback {
+        if token.is_some() && !endpoint.is_https() && !is_loopback(&endpoint) {
             return Err(wrong("a token is not sent over http to another host; use https for api"));
         }
         Ok(Access { endpoint, files, token, namespace })
@@ -85,6 +87,13 @@ impl Access {
         let token = read(path).map_err(|error| format!("token {}: {error}", path.display()))?;
         Ok(Some(token))
     }
+}
+
+/// Returns true if nobody but this host sees what is sent to it.
+fn is_loopback(endpoint: &Endpoint) -> bool {
+    let url: Option<Uri> = endpoint.url().parse().ok();
+    let host = url.as_ref().and_then(Uri::host).unwrap_or_default().trim_matches(['[', ']']);
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
 /// Reads a file of one line.
@@ -147,6 +156,8 @@ mod tests {
             ("namespace = 'llm'", "KUBERNETES_SERVICE_HOST"),
             ("namespace = 'llm'\napi = 'http://a:1/?x'", "query"),
             ("namespace = 'llm'\napi = 'http://a:1'\ntoken = 't'", "use https"),
+            ("namespace = 'llm'\napi = 'http://127.0.0.1.a:1'\ntoken = 't'", "use https"),
+            ("namespace = 'llm'\napi = 'http://a//127.0.0.1'\ntoken = 't'", "use https"),
         ] {
             let error = of(text, &[], nowhere).unwrap_err().to_string();
             assert!(error.contains(words), "{text}: {error}");

@@ -11,6 +11,8 @@ use kvx_proxy::{
 
 use crate::Result;
 
+mod kubernetes;
+
 /// The arguments of `kvx proxy`: those of vLLM's toy proxies, and a file for all settings.
 #[derive(Clone, clap::Args)]
 pub(crate) struct Arguments {
@@ -46,6 +48,8 @@ pub(crate) struct Arguments {
     /// `etcd://HOST:PORT[,HOST:PORT]/FLEET`. In a fleet with a secret, signed ones only.
     #[arg(long, value_name = "FLEET")]
     discovery_etcd: Option<String>,
+    #[command(flatten)]
+    kubernetes: kubernetes::Flags,
     /// NixlConnector, NixlPullConnector, NixlPushConnector or MooncakeConnector, for pools that
     /// name none.
     #[arg(long, value_name = "NAME")]
@@ -135,9 +139,10 @@ impl Arguments {
                          one way or the other";
             return Err(words.into());
         }
+        let finds_all = self.discovery_etcd.is_some() || self.kubernetes.is_set();
         if urls {
             setup.pools = vec![Pool::from_urls(&self.prefill, &self.decode)?];
-        } else if hosts || (self.config.is_none() && self.discovery_etcd.is_none()) {
+        } else if hosts || (self.config.is_none() && !finds_all) {
             setup.pools = vec![Pool::from_hosts_and_ports(
                 &self.prefiller_hosts,
                 &self.prefiller_ports,
@@ -148,6 +153,7 @@ impl Arguments {
         if let Some(fleet) = &self.discovery_etcd {
             setup.discovery.etcd = Some(FleetAddress::new(fleet)?.with_environment());
         }
+        self.kubernetes.apply(&mut setup)?;
         for (flag, all) in [("--events", &self.events), ("--events-replay", &self.events_replay)] {
             for one in all {
                 match set_events(&mut setup, flag, one) {
@@ -453,6 +459,26 @@ mod tests {
     }
 
     #[test]
+    fn the_flags_of_sglangs_router_find_pods() {
+        let line = "--service-discovery --prefill-selector app=vllm role=prefill \
+                    --decode-selector app=vllm role=decode --service-discovery-port 30000 \
+                    --service-discovery-namespace llm --port 9000";
+        let found = setup(line).unwrap();
+        assert_eq!(names(&found), (vec![], vec![]), "localhost is no instance then");
+        let pods = found.discovery.kubernetes.unwrap();
+        assert_eq!(pods.prefill_selector.to_string(), "app=vllm,role=prefill");
+        assert_eq!(pods.decode_selector.to_string(), "app=vllm,role=decode");
+        assert_eq!((pods.port, pods.namespace.as_deref()), (30000, Some("llm")));
+        let by_role = setup("--service-discovery --selector app=vllm --decode http://d:1").unwrap();
+        assert_eq!(names(&by_role), (vec![], vec!["d:1"]), "next to fixed ones");
+        let pods = by_role.discovery.kubernetes.unwrap();
+        assert_eq!(
+            (pods.port, pods.namespace, &*pods.selector.to_string()),
+            (8000, None, "app=vllm")
+        );
+    }
+
+    #[test]
     fn releases_are_off_or_over_backends() {
         let pair = "--prefill http://p:1 --decode http://d:1 --release";
         assert_eq!(setup(&format!("{pair} off")).unwrap().release, [""; 0]);
@@ -538,6 +564,8 @@ mod tests {
             ("--prefill http://a:1 --decoder-hosts b", "one way or the other"),
             ("--connector Nixl", "NixlConnector"),
             ("--choice best", "least-tokens"),
+            ("--service-discovery --prefill-selector app", "key=value"),
+            ("--prefill-selector app=vllm", "--service-discovery"),
             ("--fallback prefill", "decode"),
             ("--prefill a:1", "http://HOST:PORT"),
             ("--prefill http://a:1 some", "http://HOST:PORT"),

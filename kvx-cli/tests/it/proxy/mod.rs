@@ -17,6 +17,7 @@ mod fallback;
 pub(crate) mod faults;
 pub(crate) mod fleet;
 mod instances;
+mod kubernetes;
 mod load;
 mod measurements;
 mod page;
@@ -143,6 +144,9 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             has_a_cap;
         check: reports_recipes_and_warnings;
         discovery: follows_a_server_and_survives_its_death;
+        kubernetes:
+            pods_serve_drain_and_go_by_the_flags_of_sglangs_router,
+            without_a_pod_it_says_what_to_set;
         signals:
             hangup_reloads_the_file, hangup_reloads_the_keys,
             termination_lets_streams_finish_and_takes_nothing_new, termination_ends_at_its_deadline;

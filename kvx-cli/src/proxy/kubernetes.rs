@@ -1,6 +1,6 @@
 //! The flags of SGLang's and vLLM's routers for pods of Kubernetes.
 
-use kvx_proxy::{KubernetesDiscovery, LabelSelector, Pool, Setup};
+use kvx_proxy::{KubernetesDiscovery, LabelSelector, Setup};
 
 use crate::Result;
 
@@ -52,9 +52,6 @@ impl Flags {
         found.port = self.service_discovery_port.unwrap_or(found.port);
         if let Some(namespace) = &self.service_discovery_namespace {
             found.namespace = Some(namespace.clone());
-        }
-        if setup.pools.is_empty() {
-            setup.pools.push(Pool::default());
         }
         Ok(())
     }

@@ -173,17 +173,23 @@ fn new_file(_path: &Path) -> std::io::Result<File> {
 #[cfg(unix)]
 fn check_owner_alone(file: &std::fs::Metadata) -> std::result::Result<(), String> {
     use std::os::unix::fs::MetadataExt as _;
-    let mode = file.mode() & 0o7777;
-    if mode & 0o077 != 0 {
+    check_access(file.mode() & 0o7777, file.uid(), this_user())
+}
+
+/// Checks a file's mode and owner for this user. A file of root may also be readable by a group,
+/// to which root has then added the process: Kubernetes and systemd give secrets to processes so.
+#[cfg(unix)]
+fn check_access(mode: u32, owner: u32, user: Option<u32>) -> std::result::Result<(), String> {
+    let is_given_by_root = owner == 0 && mode & 0o077 == 0o040;
+    if mode & 0o077 != 0 && !is_given_by_root {
         return Err(format!(
             "is open to others (mode {mode:03o}): chmod 600 it, and make a new one if they read it"
         ));
     }
-    match this_user() {
-        Some(user) if file.uid() != user && file.uid() != 0 => Err(format!(
-            "belongs to user {}, but this process runs as user {user}: chown it to user {user} or \
-             to root",
-            file.uid()
+    match user {
+        Some(user) if owner != user && owner != 0 => Err(format!(
+            "belongs to user {owner}, but this process runs as user {user}: chown it to user \
+             {user} or to root"
         )),
         _ => Ok(()),
     }
@@ -299,7 +305,7 @@ mod tests {
     fn a_file_that_others_can_read_is_refused() {
         let place = ScratchFile::new("open");
         let line = Secret::from_bytes([7; Secret::LEN]).line();
-        for mode in [0o640, 0o604, 0o620, 0o644, 0o601, 0o777] {
+        for mode in [0o604, 0o620, 0o644, 0o660, 0o601, 0o777] {
             place.write(line.as_bytes(), mode);
             let said = place.refusal();
             assert!(
@@ -311,6 +317,21 @@ mod tests {
             place.write(line.as_bytes(), mode);
             Secret::from_file(&place.0).unwrap();
         }
+    }
+
+    #[test]
+    fn a_group_may_read_a_file_of_root_alone() {
+        for (mode, owner, user) in [(0o440, 0, 7), (0o640, 0, 7), (0o440, 0, 0), (0o400, 7, 7)] {
+            check_access(mode, owner, Some(user)).unwrap();
+        }
+        for (mode, owner, user) in
+            [(0o440, 7, 7), (0o640, 7, 0), (0o444, 0, 7), (0o460, 0, 7), (0o450, 0, 7)]
+        {
+            let said = check_access(mode, owner, Some(user)).unwrap_err();
+            assert!(said.contains("open to others"), "{mode:o} of {owner}: {said}");
+        }
+        let said = check_access(0o400, 8, Some(7)).unwrap_err();
+        assert!(said.contains("chown it to user 7 or to root"), "{said}");
     }
 
     #[test]

@@ -21,19 +21,26 @@ impl std::fmt::Debug for Keys {
     }
 }
 
+/// Returns true if other users than root and the owner have access. A group may read a file of root.
+fn is_open_to_others(mode: u32, owner: u32) -> bool {
+    mode & 0o077 != 0 && !(owner == 0 && mode & 0o077 == 0o040)
+}
+
 fn hash(key: &[u8]) -> [u8; 32] {
     Sha256::digest(key).into()
 }
 
 impl Keys {
     /// Reads a file with one key per line. Skips empty lines and lines that begin with `#`. Fails
-    /// if other users have access to the file.
+    /// if other users have access to the file. A group may read a file of root: Kubernetes and
+    /// systemd give secrets to processes so.
     pub(crate) fn from_file(path: &Path) -> Result<Self> {
         let failed =
             |error| Error::io(format_args!("cannot read the keys in {}", path.display()), error);
         let mut file = File::open(path).map_err(failed)?;
-        let mode = file.metadata().map_err(failed)?.mode() & 0o7777;
-        if mode & 0o077 != 0 {
+        let metadata = file.metadata().map_err(failed)?;
+        let mode = metadata.mode() & 0o7777;
+        if is_open_to_others(mode, metadata.uid()) {
             return Err(Error::new(format!(
                 "{} has keys, but other users have access to it (mode {mode:03o}): chmod 600 it, and replace the keys if they were read",
                 path.display()
@@ -95,6 +102,20 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_group_may_read_a_file_of_root_alone() {
+        assert!(
+            ![(0o600, 7), (0o400, 0), (0o440, 0), (0o640, 0)]
+                .iter()
+                .any(|(mode, owner)| is_open_to_others(*mode, *owner))
+        );
+        assert!(
+            [(0o640, 7), (0o660, 0), (0o444, 0), (0o604, 0)]
+                .iter()
+                .all(|(mode, owner)| is_open_to_others(*mode, *owner))
+        );
+    }
 
     #[test]
     fn only_a_whole_key_opens() {

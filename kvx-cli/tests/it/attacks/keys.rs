@@ -12,7 +12,7 @@ use crate::attacks::kvx;
 fn key_files_that_other_users_can_read_are_rejected() {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("keys-{}", std::process::id()));
     std::fs::write(&file, "a-key\n").unwrap();
-    for mode in [0o644, 0o640, 0o604] {
+    for mode in [0o644, 0o660, 0o604] {
         std::fs::set_permissions(&file, Permissions::from_mode(mode)).unwrap();
         let arguments = [
             "proxy",

@@ -61,6 +61,12 @@ pub(crate) enum Request {
         #[arg(long)]
         check: bool,
     },
+    /// Build the router as a static program for containers, and run it in an empty folder (as root)
+    Router {
+        /// Check this program, and build none
+        #[arg(long, value_name = "FILE")]
+        program: Option<PathBuf>,
+    },
     /// Build the published files from the committed sources in two folders, and compare their
     /// checksums; needs half an hour or more on an idle machine
     Reproduce {

@@ -22,6 +22,7 @@ mod process;
 mod rdma;
 mod release;
 mod reliability;
+mod router;
 mod sbom;
 mod skips;
 mod spelling;
@@ -60,6 +61,7 @@ fn main() -> ExitCode {
         Request::Loom => threads::loom(),
         Request::ThreadSanitizer => threads::sanitizer(),
         Request::Wheel { check } => wheel::command(check),
+        Request::Router { program } => router::command(program.as_deref()),
         Request::Reproduce { only } => release::reproduce(only.as_deref()),
     };
     match held {

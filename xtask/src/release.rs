@@ -10,6 +10,11 @@ use crate::{Result, all_held, root};
 
 /// The features of the program: all that need no C compiler, without `serve`.
 const PROGRAM: &str = "shm,tcp,ucx,libfabric,mooncake,rixl,cuda,rocm,connector,proxy,release";
+/// The features of the router in a container: `tls` is for the APIs of Kubernetes and etcd, and
+/// needs a C compiler.
+const ROUTER_FEATURES: &str = "shm,tcp,proxy,release,tls";
+/// The target of static programs. Without a target, cargo would also build macros as static.
+const STATIC_TARGET: &str = "x86_64-unknown-linux-gnu";
 /// The limit of `cargo xtask reproduce`.
 const LIMIT: Duration = Duration::from_secs(2 * 60 * 60);
 /// The folders of its builds: paths of different lengths.
@@ -20,16 +25,36 @@ const FOLDERS: [&str; 2] = ["first", "the-second-one"];
 pub(crate) struct Artefact {
     file: &'static str,
     build: &'static [&'static str],
+    /// Links the C library into the file.
+    is_static: bool,
 }
 
 pub(crate) static ARTEFACTS: [Artefact; 3] = [
     Artefact {
         file: "kvx",
         build: &["-p", "kvx-cli", "--bin", "kvx", "--no-default-features", "--features", PROGRAM],
+        is_static: false,
     },
-    Artefact { file: "libkvx_python.so", build: &["-p", "kvx-python"] },
-    Artefact { file: "libplugin_KVX.so", build: &["-p", "kvx-nixl"] },
+    Artefact { file: "libkvx_python.so", build: &["-p", "kvx-python"], is_static: false },
+    Artefact { file: "libplugin_KVX.so", build: &["-p", "kvx-nixl"], is_static: false },
 ];
+
+/// The router alone, for containers without a C library.
+pub(crate) static ROUTER: Artefact = Artefact {
+    file: "kvx",
+    build: &[
+        "-p",
+        "kvx-cli",
+        "--bin",
+        "kvx",
+        "--no-default-features",
+        "--features",
+        ROUTER_FEATURES,
+        "--target",
+        STATIC_TARGET,
+    ],
+    is_static: true,
+};
 
 /// Returns the names of the published files.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
@@ -42,10 +67,17 @@ impl Artefact {
         let mut cargo = process::cargo(["build", "--release", "--locked"]);
         cargo.args(self.build).current_dir(from).arg("--target-dir").arg(target);
         let inherited = inherited_flags(|name| std::env::var(name).ok());
-        let flags = [inherited, flags(from, target, &cargo_home()?)].concat();
+        let mut flags = [inherited, flags(from, target, &cargo_home()?)].concat();
+        let folder = match self.is_static {
+            true => target.join(STATIC_TARGET),
+            false => target.to_owned(),
+        };
+        if self.is_static {
+            flags.extend(["-C", "target-feature=+crt-static"].map(str::to_owned));
+        }
         cargo.env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"));
         process::must_succeed(cargo, deadline)?;
-        Ok(target.join("release").join(self.file))
+        Ok(folder.join("release").join(self.file))
     }
 }
 
@@ -171,6 +203,16 @@ mod tests {
         let default = manifest.lines().find_map(|line| line.strip_prefix("default = ")).unwrap();
         let default = default.split('"').skip(1).step_by(2).filter(|name| *name != "serve");
         assert_eq!(PROGRAM.split(',').collect::<Vec<_>>(), default.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn the_dockerfile_builds_the_router_with_the_same_arguments() {
+        let file = std::fs::read_to_string(root().join("deploy/docker/router.Dockerfile")).unwrap();
+        let words: Vec<_> = file.split_whitespace().collect();
+        for argument in ROUTER.build.iter().chain(&["--release", "--locked"]) {
+            assert!(words.contains(argument), "router.Dockerfile lacks {argument}");
+        }
+        assert!(file.contains("RUSTFLAGS=\"-C target-feature=+crt-static\""), "{file}");
     }
 
     #[test]

@@ -14,9 +14,10 @@ RUN rustup component add clippy rustfmt
 # `cargo xtask test --install` installs the same packages, by xtask/install.toml; here they are part of the image.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        etcd-server g++ iproute2 iptables libamdhip64-5 libclang-dev libcurl4 libfabric-bin libfabric-dev libfabric1 \
+        dnsmasq-base etcd-server g++ iproute2 iptables kubernetes-client libamdhip64-5 libclang-dev libcurl4 \
+        libfabric-bin libfabric-dev libfabric1 \
         libhiprtc-builtins5 libibverbs1 libjemalloc2 libnuma1 libpython3.11 libtcmalloc-minimal4 libucx-dev libucx0 \
-        python3-pip python3-venv ucx-utils \
+        python3-pip python3-venv systemd ucx-utils \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /kvx

@@ -35,7 +35,18 @@ pub(crate) struct Table {
     /// The version of cargo-deny.
     cargo_deny: String,
     debian: DebianPackages,
+    /// Programs by their names.
+    programs: BTreeMap<String, Program>,
     pub(crate) peers: BTreeMap<String, Peer>,
+}
+
+/// A program that several packages have: two of them could not be installed at once.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Program {
+    /// The Debian package to install where the program is missing.
+    debian: String,
+    why: String,
 }
 
 /// Third-party software, installed into `target/peers/<name>`.
@@ -67,7 +78,8 @@ pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Vec<String> {
         |peer: &Peer| peer.variable.as_ref().is_none_or(|name| std::env::var_os(name).is_some());
     let peers: Vec<_> = TABLE.peers.iter().filter(|(_, peer)| is_wanted(peer)).collect();
     let deadline = Deadline::after(limit);
-    let mut failures = install(&TABLE.debian, &peers, target, deadline);
+    let debian = with_missing_programs(&TABLE.debian, &TABLE.programs, is_in_path);
+    let mut failures = install(&debian, &peers, target, deadline);
     if whole && !cargo_deny(target).exists() {
         let mut cargo =
             process::cargo(["install", "--locked", "--version", &TABLE.cargo_deny, "cargo-deny"]);
@@ -75,6 +87,23 @@ pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Vec<String> {
         failures.extend(must_succeed(cargo, deadline).err().map(|error| error.to_string()));
     }
     failures
+}
+
+/// Adds the packages of programs that are missing.
+fn with_missing_programs(
+    debian: &DebianPackages,
+    programs: &BTreeMap<String, Program>,
+    exists: impl Fn(&str) -> bool,
+) -> DebianPackages {
+    let missing = programs.iter().filter(|(name, _)| !exists(name));
+    let packages = missing.map(|(_, program)| (program.debian.clone(), program.why.clone()));
+    debian.clone().into_iter().chain(packages).collect()
+}
+
+/// Returns whether a folder of PATH has a file of this name.
+fn is_in_path(name: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(name).is_file())
 }
 
 /// Returns where cargo-deny is installed for the whole tier.
@@ -243,6 +272,18 @@ mod tests {
         let packages = BTreeMap::from([("iproute2", "x"), ("iptables", "x"), ("unknown", "x")]);
         let output = "installed iproute2\nconfig-files iptables\ninstalled iproute2-doc\n";
         assert_eq!(missing(&packages, output), ["iptables", "unknown"]);
+    }
+
+    #[test]
+    fn a_program_that_another_package_brought_is_not_installed_again() {
+        let debian = BTreeMap::from([("iproute2".to_owned(), "x".to_owned())]);
+        let packages = |exists: fn(&str) -> bool| {
+            let all = with_missing_programs(&debian, &TABLE.programs, exists);
+            all.into_keys().collect::<Vec<_>>()
+        };
+        assert_eq!(packages(|_| true), ["iproute2"]);
+        assert_eq!(packages(|name| name != "kubectl"), ["iproute2", "kubernetes-client"]);
+        assert!(is_in_path("sh") && !is_in_path("no-such-program"));
     }
 
     #[test]

@@ -4,6 +4,8 @@
 #[cfg(all(feature = "serve", feature = "proxy"))]
 mod attacks;
 mod bench;
+#[cfg(feature = "proxy")]
+mod deploy;
 mod documents;
 mod peers;
 #[cfg(feature = "connector")]

@@ -48,6 +48,7 @@ const ELSEWHERE: &[(&str, &str, &str)] = &[
     ),
     ("cargo build --release -p kvx-cli", STEPS, "\"run --release -- demo\""),
     ("cargo build --release -p kvx-nixl", "kvx-cli/tests/it/program.rs", "libplugin_KVX.so"),
+    ("cargo xtask router", STEPS, "\"xtask router\""),
     ("cargo xtask wheel", STEPS, "\"xtask wheel --check\""),
     // The rehearsal packs, unpacks and runs.
     ("cargo xtask gpu --kit kvx-gpu", STEPS, "\"xtask gpu --rehearse\""),

@@ -163,7 +163,7 @@ fn a_misspelt_field_a_wrong_type_and_an_unknown_kind_are_found() {
     assert!(said.contains(".spec.ports[0].targetport"), "{said}");
     let said = with("/spec/ports/0", "port", json!("80"));
     assert!(said.contains("invalid type"), "{said}");
-    let said = with("", "kind", json!("Servise"));
+    let said = with("", "kind", json!("Server"));
     assert!(said.contains("no type is known"), "{said}");
     let route = json!({
         "apiVersion": "gateway.networking.k8s.io/v1", "kind": "HTTPRoute",

@@ -14,15 +14,6 @@ use crate::this_test;
 /// The label that has kubectl print JSON without a server.
 const MARK: &str = "kvx-test";
 
-/// The flags of discovery by Kubernetes.
-const KUBERNETES_FLAGS: [&str; 5] = [
-    "--service-discovery",
-    "--service-discovery-namespace",
-    "--service-discovery-port",
-    "--prefill-selector",
-    "--decode-selector",
-];
-
 /// An overlay as kubectl renders it.
 struct Overlay {
     name: String,
@@ -320,9 +311,7 @@ fn the_router_has_the_flags_and_finds_pods_of_each_role() {
         let arguments = arguments(router);
         assert_eq!(arguments[0], "proxy");
         for flag in flags_among(arguments.iter().map(String::as_str)) {
-            let is_awaited = KUBERNETES_FLAGS.contains(&flag)
-                && !has.iter().any(|one| one == KUBERNETES_FLAGS[0]);
-            assert!(is_awaited || has.iter().any(|one| one == flag), "kvx proxy has no {flag}");
+            assert!(has.iter().any(|one| one == flag), "kvx proxy has no {flag}");
         }
         for role in ["prefill", "decode"] {
             let flag = format!("--{role}-selector");

@@ -22,6 +22,8 @@ pub(crate) struct Prediction {
     pub(crate) with_pending: u64,
     /// The source of the prediction.
     pub(crate) by: KnowledgeLevel,
+    /// The number of restarts before it; see [`Drift::restart`].
+    pub(crate) epoch: u64,
 }
 
 /// The latest comparisons, and sums of all.
@@ -30,14 +32,30 @@ pub(crate) struct Drift {
     /// One bit for each of the latest comparisons: 1 is wrong.
     latest: u32,
     count: u32,
+    epoch: u64,
     pub(crate) predicted: u64,
     pub(crate) reported: u64,
 }
 
 impl Drift {
+    /// Returns the number of restarts.
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Records that the instance or its cache may have begun anew. Predictions from events before
+    /// that are not compared any more.
+    pub(crate) fn restart(&mut self) {
+        self.epoch += 1;
+        (self.latest, self.count) = (0, 0);
+    }
+
     /// Compares a prediction with a report about a prompt of this length. Returns true if the
     /// predictions of exact knowledge have drifted.
     pub(crate) fn compare(&mut self, predicted: Prediction, reported: u64, prompt: u64) -> bool {
+        if predicted.by != KnowledgeLevel::History && predicted.epoch != self.epoch {
+            return false;
+        }
         // Both numbers are a peer's.
         let (reported, prompt) = (reported.min(prompt), prompt.min(MAX_PROMPT));
         self.predicted = self.predicted.saturating_add(predicted.tokens);
@@ -52,7 +70,7 @@ impl Drift {
         self.count = (self.count + 1).min(WINDOW);
         let has_drifted = self.count == WINDOW && self.latest.count_ones() >= WRONG;
         if has_drifted {
-            (self.latest, self.count) = (0, 0);
+            self.restart();
         }
         has_drifted
     }
@@ -63,7 +81,7 @@ mod tests {
     use super::*;
 
     fn exact(tokens: u64) -> Prediction {
-        Prediction { tokens, with_pending: tokens, by: KnowledgeLevel::Exact }
+        Prediction { tokens, with_pending: tokens, by: KnowledgeLevel::Exact, epoch: 0 }
     }
 
     #[test]
@@ -75,7 +93,7 @@ mod tests {
             assert!(!drift.compare(exact(1000), 0, 2000));
         }
         let drifts = (0..16).filter(|_| drift.compare(exact(1000), 0, 2000)).count();
-        assert_eq!(drifts, 1);
+        assert_eq!((drifts, drift.epoch()), (1, 1), "later reports are about earlier predictions");
     }
 
     #[test]

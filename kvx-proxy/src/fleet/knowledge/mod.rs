@@ -126,18 +126,19 @@ impl CacheKnowledge {
             };
             Some((cached as u64 * u64::from(size), pending as u64 * u64::from(size)))
         };
+        let epoch = self.drift.epoch();
         match (self.level, by_events()) {
             (KnowledgeLevel::Exact, Some((tokens, with_pending))) => {
-                Prediction { tokens, with_pending, by: KnowledgeLevel::Exact }
+                Prediction { tokens, with_pending, by: KnowledgeLevel::Exact, epoch }
             }
             (KnowledgeLevel::Degraded, Some((tokens, with_pending))) => {
                 let tokens = tokens.max(by_history());
                 let with_pending = with_pending.max(tokens);
-                Prediction { tokens, with_pending, by: KnowledgeLevel::Degraded }
+                Prediction { tokens, with_pending, by: KnowledgeLevel::Degraded, epoch }
             }
             _ => {
                 let tokens = by_history();
-                Prediction { tokens, with_pending: tokens, by: KnowledgeLevel::History }
+                Prediction { tokens, with_pending: tokens, by: KnowledgeLevel::History, epoch }
             }
         }
     }
@@ -159,6 +160,7 @@ impl CacheKnowledge {
 
     /// Forgets the prompts that were sent: the instance may have restarted.
     pub(crate) fn forget_sent(&mut self) {
+        self.drift.restart();
         self.history = CacheModel::default();
         self.pending = PendingChunks::default();
     }
@@ -172,6 +174,7 @@ impl CacheKnowledge {
     }
 
     fn replace_index(&mut self, index: EventIndex) {
+        self.drift.restart();
         self.counts.orphans += self.index.orphans;
         self.counts.ignored += self.index.ignored;
         self.index = index;
@@ -323,6 +326,11 @@ mod tests {
         PromptTokens::new((0..1000).collect())
     }
 
+    fn predict(cache: &CacheKnowledge, parts: PromptParts<'_>) -> (u64, u64, KnowledgeLevel) {
+        let Prediction { tokens, with_pending, by, .. } = cache.predict(parts);
+        (tokens, with_pending, by)
+    }
+
     #[test]
     fn exact_knowledge_and_what_was_sent_lately_count_and_history_does_not() {
         let (tokens, chunks, now) = (prompt(), [1, 2, 3], Instant::now());
@@ -331,25 +339,56 @@ mod tests {
         cache.sent(parts, now);
         let by_history = 3 * CHUNK_TOKENS as u64;
         let by = KnowledgeLevel::History;
-        let guess = |tokens| Prediction { tokens, with_pending: tokens, by };
-        assert_eq!(cache.predict(parts), guess(by_history));
+        let guess = |tokens| (tokens, tokens, by);
+        assert_eq!(predict(&cache, parts), guess(by_history));
         cache.begin(EventIndex::default(), None);
-        assert_eq!(cache.predict(parts), guess(0));
+        assert_eq!(predict(&cache, parts), guess(0));
         cache.sent(parts, now);
-        assert_eq!(cache.predict(parts), guess(by_history), "no size of blocks is known");
+        assert_eq!(predict(&cache, parts), guess(by_history), "no size of blocks is known");
         cache.apply(&stored(3));
         let by = KnowledgeLevel::Exact;
-        let exact = |tokens, with_pending| Prediction { tokens, with_pending, by };
-        assert_eq!(cache.predict(parts), exact(6, 6));
-        assert_eq!(cache.predict(PromptParts { tokens: None, ..parts }), guess(by_history));
+        let exact = |tokens, with_pending| (tokens, with_pending, by);
+        assert_eq!(predict(&cache, parts), exact(6, 6));
+        assert_eq!(predict(&cache, PromptParts { tokens: None, ..parts }), guess(by_history));
         cache.sent(parts, now);
-        assert_eq!(cache.predict(parts), exact(6, 768), "siblings go there: three chunks");
+        assert_eq!(predict(&cache, parts), exact(6, 768), "siblings go there: three chunks");
         cache.expire(now + PENDING);
-        assert_eq!(cache.predict(parts), exact(6, 6));
+        assert_eq!(predict(&cache, parts), exact(6, 6));
         // The instance has removed all.
         cache.apply(&CacheEvent::Cleared);
-        assert_eq!(cache.predict(parts), exact(0, 0));
-        assert_eq!(cache.predict(PromptParts { tokens: None, ..parts }), guess(0));
+        assert_eq!(predict(&cache, parts), exact(0, 0));
+        assert_eq!(predict(&cache, PromptParts { tokens: None, ..parts }), guess(0));
+    }
+
+    #[test]
+    fn answers_to_earlier_requests_are_no_drift_after_the_cache_has_begun_anew() {
+        let tokens = prompt();
+        let parts = PromptParts { chunks: &[], tokens: Some(&tokens) };
+        let clear = |cache: &mut CacheKnowledge| cache.apply(&CacheEvent::Cleared);
+        let restart = |cache: &mut CacheKnowledge| {
+            cache.forget(None);
+            cache.begin(EventIndex::default(), None);
+        };
+        for begin_anew in [clear, restart] {
+            let mut cache = CacheKnowledge::default();
+            cache.begin(EventIndex::default(), None);
+            cache.apply(&stored(49));
+            let in_flight: Vec<_> = (0..16).map(|_| cache.predict(parts)).collect();
+            begin_anew(&mut cache);
+            for predicted in in_flight {
+                assert_eq!(predicted.tokens, 98);
+                assert!(!cache.compare(predicted, 0, 100), "it was predicted for the old cache");
+            }
+            assert_eq!(cache.level(), KnowledgeLevel::Exact);
+            cache.apply(&stored(49));
+            let drifts = (0..16)
+                .filter(|_| {
+                    let predicted = cache.predict(parts);
+                    cache.compare(predicted, 0, 100)
+                })
+                .count();
+            assert_eq!(drifts, 1, "predictions for the new cache are compared");
+        }
     }
 
     #[test]
@@ -381,7 +420,7 @@ mod tests {
         }
         assert_eq!((drifted, cache.level()), (1, KnowledgeLevel::History));
         assert!(cache.has_drifted() && cache.why.is_some());
-        assert_eq!(cache.predict(parts), Prediction::default());
+        assert_eq!(predict(&cache, parts), (0, 0, KnowledgeLevel::History));
         cache.sent(parts, Instant::now());
         assert!(cache.predict(parts).tokens > 0, "history counts again");
         cache.begin(EventIndex::default(), None);

@@ -3,6 +3,8 @@
 //! The end of a connection may be the end of the instance, so everything about its cache is
 //! forgotten then. A replay brings it back.
 
+mod cursor;
+mod replay;
 #[cfg(test)]
 mod tests;
 
@@ -10,17 +12,14 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvx_vllm::events::{
-    CacheEvent, EventBatch, MAX_BATCH, Publication, ReplayAnswer, publication, replay_answer,
-    replay_request,
-};
+use kvx_vllm::events::{MAX_BATCH, publication};
 use kvx_vllm::zmtp::{Budget, Command, Input, MessageLimits, SocketType};
 use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, timeout};
 
+use self::cursor::BatchCursor;
 use super::instance::{Instance, State};
-use super::knowledge::index::EventIndex;
 use crate::error::{Error, Result};
 use crate::relay::core::Core;
 use crate::setup::EventSource;
@@ -30,10 +29,6 @@ use crate::zmtp::EventConnection;
 const LOOK: Duration = Duration::from_secs(1);
 /// The time for a connection, and for its greeting.
 const CONNECT: Duration = Duration::from_secs(3);
-/// The time for a replay.
-const REPLAY: Duration = Duration::from_secs(30);
-/// The times between two replays: the shortest, and the longest after failed ones.
-const REPLAY_PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
 /// The time between two pings.
 const PING: Duration = Duration::from_secs(2);
 /// A publisher from which nothing has arrived for this time is lost.
@@ -46,8 +41,6 @@ const LONG_PAUSE: Duration = Duration::from_secs(60);
 const MESSAGE: MessageLimits = MessageLimits { frames: 4, bytes: MAX_BATCH + 4096 };
 /// The bytes of an instance's messages in memory.
 const MEMORY: usize = 2 * MESSAGE.bytes;
-/// The events that are applied at once. Choices look into the cache before the next ones.
-const EVENTS_AT_ONCE: usize = 64;
 
 /// Keeps a subscription to each instance with events; never returns.
 pub(crate) async fn subscribe(core: Arc<Core>) {
@@ -223,6 +216,10 @@ async fn session(
     loop {
         let input = tokio::select! {
             input = connection.next() => input?,
+            replayed = cursor.replay_end() => {
+                cursor.replayed(replayed).await?;
+                continue;
+            }
             _ = ticks.tick() => {
                 if last_input.elapsed() > SILENCE {
                     return Err(Error::new(format!("it was silent for {SILENCE:?}")).into());
@@ -230,10 +227,9 @@ async fn session(
                 if has_drifted(state) {
                     return Err(SessionEnd::Drifted);
                 }
-                cursor.replay_if_due().await;
+                cursor.replay_if_due();
                 connection.command(&Command::Ping { context: Vec::new() }, SILENCE).await?;
-                cursor.pings += 1;
-                last_input = last_input.max(cursor.last_replay.unwrap_or(last_input));
+                cursor.pinged();
                 continue;
             }
         };
@@ -242,7 +238,7 @@ async fn session(
             Some(Input::Command(Command::Ping { context })) => {
                 connection.command(&Command::Pong { context }, SILENCE).await?;
             }
-            Some(Input::Command(Command::Pong { .. })) => cursor.pong().await,
+            Some(Input::Command(Command::Pong { .. })) => cursor.pong(),
             Some(Input::Command(Command::Error(why))) => {
                 let why = format!("the publisher refused the connection: {why:?}");
                 return Err(Error::new(why).into());
@@ -252,7 +248,7 @@ async fn session(
                 cursor.take(publication(message.frames()).map_err(unreadable)?).await?;
             }
         }
-        last_input = Instant::now(); // a replay may have taken a while
+        last_input = Instant::now();
     }
 }
 
@@ -261,212 +257,4 @@ fn has_drifted(state: &State) -> bool {
     let mut cache = state.cache();
     cache.expire(std::time::Instant::now());
     cache.has_drifted()
-}
-
-/// The place in the sequence of an instance's batches.
-struct BatchCursor<'a> {
-    state: &'a State,
-    source: &'a EventSource,
-    budget: Arc<Budget>,
-    /// True once batches count. With a replay, that is when the publisher has answered a ping, and
-    /// so has the subscription: what it published before is in the replay.
-    has_begun: bool,
-    /// The number of the next batch, if one has been seen.
-    next: Option<u64>,
-    /// The pings that were sent, and those that were answered.
-    pings: u64,
-    pongs: u64,
-    /// Batches that a replay has contained may arrive until this ping is answered.
-    repeats_until: Option<u64>,
-    /// The time of the next replay, if one is needed.
-    replay_at: Option<Instant>,
-    /// The index before a gap, which a replay of the missing batches completes.
-    before_gap: Option<ReplayResult>,
-    /// The pause after a failed replay.
-    replay_pause: Duration,
-    /// The end of the latest replay.
-    last_replay: Option<Instant>,
-}
-
-/// The index that a replay has filled.
-#[derive(Default)]
-struct ReplayResult {
-    index: EventIndex,
-    /// The number after the last batch.
-    next: u64,
-    /// False if batches are missing.
-    is_complete: bool,
-}
-
-impl<'a> BatchCursor<'a> {
-    fn new(state: &'a State, source: &'a EventSource, budget: Arc<Budget>) -> Self {
-        let has_begun = source.replay.is_none();
-        if has_begun {
-            let why = "it has no replay of earlier events; see events_replay";
-            state.cache().begin(EventIndex::default(), Some(why.to_owned()));
-        }
-        BatchCursor {
-            state,
-            source,
-            budget,
-            has_begun,
-            next: None,
-            pings: 0,
-            pongs: 0,
-            repeats_until: None,
-            replay_at: None,
-            before_gap: None,
-            replay_pause: REPLAY_PAUSES.0,
-            last_replay: None,
-        }
-    }
-
-    /// Records the answer to a ping.
-    async fn pong(&mut self) {
-        self.pongs += 1;
-        if !self.has_begun {
-            self.replay().await;
-        } else if self.repeats_until.is_some_and(|ping| self.pongs >= ping) {
-            self.repeats_until = None;
-        }
-    }
-
-    async fn replay_if_due(&mut self) {
-        if self.replay_at.is_some_and(|at| at <= Instant::now()) {
-            self.replay().await;
-        }
-    }
-
-    /// Asks for the batches after a gap, or for all. If that fails, the index stays as it is, until a later replay.
-    async fn replay(&mut self) {
-        let Some(replay) = &self.source.replay else { return };
-        let all = ReplayResult { is_complete: true, ..ReplayResult::default() };
-        let start = self.before_gap.take().unwrap_or(all);
-        let replayed = match timeout(REPLAY, replayed(replay, &self.budget, start)).await {
-            Ok(replayed) => replayed,
-            Err(_) => Err(Error::new(format!("its replay did not end within {REPLAY:?}"))),
-        };
-        let is_first = !std::mem::replace(&mut self.has_begun, true);
-        self.last_replay = Some(Instant::now());
-        let mut cache = self.state.cache();
-        match replayed {
-            Ok(ReplayResult { index, next, is_complete }) => {
-                let why = "earlier events are missing in its replay";
-                cache.begin(index, (!is_complete).then(|| why.to_owned()));
-                self.next = Some(next);
-                self.repeats_until = Some(self.pings + 1);
-                (self.replay_at, self.replay_pause) = (None, REPLAY_PAUSES.0);
-            }
-            Err(error) => {
-                match is_first {
-                    true => cache.begin(EventIndex::default(), Some(error.to_string())),
-                    false => cache.why = Some(error.to_string()),
-                }
-                self.replay_at = Some(Instant::now() + self.replay_pause);
-                self.replay_pause = (2 * self.replay_pause).min(REPLAY_PAUSES.1);
-            }
-        }
-    }
-
-    /// Applies a batch in its turn.
-    async fn take(&mut self, one: Publication<'_>) -> std::result::Result<(), SessionEnd> {
-        if !self.has_begun {
-            return Ok(());
-        }
-        let batch = EventBatch::decode(one.batch).map_err(unreadable)?;
-        let number = one.sequence;
-        match self.next {
-            // The first batch of all.
-            None if number == 0 => self.state.cache().begin(EventIndex::default(), None),
-            None => {}
-            Some(next) if number < next => {
-                if self.repeats_until.is_some() {
-                    return Ok(());
-                }
-                let last = next - 1;
-                return Err(Error::new(format!(
-                    "the publisher has restarted: its number is {number} after {last}"
-                ))
-                .into());
-            }
-            Some(next) if number > next => {
-                let why = format!("{} batches of its events are missing", number - next);
-                {
-                    let mut cache = self.state.cache();
-                    let index = cache.take_exact();
-                    self.before_gap =
-                        index.map(|index| ReplayResult { index, next, is_complete: true });
-                    cache.lose(&why);
-                }
-                // Replays cost the engine time.
-                let earliest = self.last_replay.map(|last| last + REPLAY_PAUSES.0);
-                self.replay_at = Some(earliest.unwrap_or_else(Instant::now));
-                self.replay_if_due().await;
-                match self.next {
-                    // The replay has contained this batch.
-                    Some(next) if number < next => return Ok(()),
-                    // It has ended before.
-                    Some(next) if number > next && self.replay_at.is_none() => {
-                        self.state.cache().degrade(&why);
-                        self.replay_at = Some(Instant::now() + REPLAY_PAUSES.0);
-                    }
-                    _ => {}
-                }
-            }
-            Some(_) => {}
-        }
-        self.repeats_until = None;
-        self.next = Some(number + 1);
-        self.state.cache().counts.batches += 1;
-        for events in batch.events.chunks(EVENTS_AT_ONCE) {
-            {
-                let mut cache = self.state.cache();
-                events.iter().for_each(|event| cache.apply(event));
-            }
-            tokio::task::yield_now().await;
-        }
-        Ok(())
-    }
-}
-
-/// Asks for the batches after those of `so_far`, and applies them.
-async fn replayed(
-    replay: &(String, u16),
-    budget: &Arc<Budget>,
-    mut so_far: ReplayResult,
-) -> Result<ReplayResult> {
-    let failed = |why: &dyn std::fmt::Display| Error::new(format!("its replay failed: {why}"));
-    let connected = connect(replay, SocketType::Dealer, budget).await;
-    let mut connection = connected.map_err(|error| failed(&error))?;
-    connection.send(&replay_request(so_far.next), CONNECT).await.map_err(|error| failed(&error))?;
-    loop {
-        let message = match connection.next().await.map_err(|error| failed(&error))? {
-            Some(Input::Message(message)) => message,
-            Some(Input::Command(Command::Ping { context })) => {
-                let pong = Command::Pong { context };
-                connection.command(&pong, CONNECT).await.map_err(|error| failed(&error))?;
-                continue;
-            }
-            Some(Input::Command(_)) => continue,
-            None => return Err(failed(&"the connection was closed before its end")),
-        };
-        let answer = replay_answer(message.frames()).map_err(|error| failed(&error))?;
-        let ReplayAnswer::Publication(one) = answer else { return Ok(so_far) };
-        let batch = EventBatch::decode(one.batch).map_err(|error| failed(&error))?;
-        if one.sequence != so_far.next {
-            so_far.is_complete = false;
-            so_far.index.clear();
-        }
-        for event in &batch.events {
-            if *event == CacheEvent::Cleared {
-                so_far.is_complete = true;
-            }
-            if so_far.index.apply(event).is_err() {
-                return Err(failed(&"the instance has more blocks than the router keeps"));
-            }
-        }
-        so_far.next = one.sequence + 1;
-        // Other tasks run between batches.
-        tokio::task::yield_now().await;
-    }
 }

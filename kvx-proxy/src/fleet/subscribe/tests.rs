@@ -1,8 +1,11 @@
 //! Tests the subscription to a publisher that the test plays.
 
-use kvx_vllm::events::{BlockHash, BlockRemoved, BlockStored, CacheEvent, replay_end};
+use kvx_vllm::events::{
+    BlockHash, BlockRemoved, BlockStored, CacheEvent, EventBatch, replay_end, replay_request,
+};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use super::*;
@@ -62,6 +65,7 @@ struct Publisher {
 
 enum Order {
     Publish(u64, Vec<u8>),
+    Ping(oneshot::Sender<()>),
     Hang,
 }
 
@@ -69,6 +73,7 @@ impl Publisher {
     fn start(mut connection: EventConnection) -> Self {
         let (orders, mut received) = unbounded_channel();
         let serve = async move {
+            let mut pinged = None;
             loop {
                 tokio::select! {
                     order = received.recv() => match order {
@@ -77,12 +82,20 @@ impl Publisher {
                             let frames = [Vec::new(), number.to_be_bytes().to_vec(), batch];
                             connection.send(&frames, LIMIT).await.unwrap();
                         }
+                        Some(Order::Ping(answered)) => {
+                            pinged = Some(answered);
+                            let ping = Command::Ping { context: Vec::new() };
+                            connection.command(&ping, LIMIT).await.unwrap();
+                        }
                         Some(Order::Hang) => std::future::pending().await,
                     },
                     input = connection.next() => match input {
                         Ok(Some(Input::Command(Command::Ping { context }))) => {
                             let pong = Command::Pong { context };
                             connection.command(&pong, LIMIT).await.unwrap();
+                        }
+                        Ok(Some(Input::Command(Command::Pong { .. }))) => {
+                            pinged.take().map(|answered| answered.send(()));
                         }
                         Ok(Some(_)) => {}
                         Ok(None) | Err(_) => return,
@@ -99,6 +112,13 @@ impl Publisher {
 
     fn publish(&self, number: u64, events: Vec<CacheEvent>) {
         self.order(Order::Publish(number, encoded(events)));
+    }
+
+    /// Waits until the router has read everything.
+    async fn until_read(&self) {
+        let (answered, answer) = oneshot::channel();
+        self.order(Order::Ping(answered));
+        timeout(LIMIT, answer).await.expect("the router reads its subscription").unwrap();
     }
 }
 
@@ -150,6 +170,16 @@ impl Scene {
     }
 
     async fn replays_from(&self, from: u64, batches: Vec<(u64, Vec<CacheEvent>)>) {
+        let mut connection = self.replays_part_from(from, batches).await;
+        connection.send(&replay_end(""), LIMIT).await.unwrap();
+    }
+
+    /// The same without the end.
+    async fn replays_part_from(
+        &self,
+        from: u64,
+        batches: Vec<(u64, Vec<CacheEvent>)>,
+    ) -> EventConnection {
         let mut connection = accept(&self.replays, SocketType::Router).await;
         match timeout(LIMIT, connection.next()).await.unwrap().unwrap() {
             Some(Input::Message(message)) => assert_eq!(message.frames(), replay_request(from)),
@@ -159,7 +189,7 @@ impl Scene {
             let number = number.to_be_bytes().to_vec();
             connection.send(&[vec![], vec![], number, encoded(events)], LIMIT).await.unwrap();
         }
-        connection.send(&replay_end(""), LIMIT).await.unwrap();
+        connection
     }
 
     /// Waits until the router's knowledge has this level, and this many of the blocks of `stored`.
@@ -310,11 +340,12 @@ async fn a_restart_behind_a_forwarder_leaves_no_credit() {
 async fn a_failed_replay_is_repeated() {
     let scene = Scene::new(true).await;
     let publisher = scene.subscriber().await;
-    drop(accept(&scene.replays, SocketType::Router).await);
+    drop(scene.replays_part_from(0, vec![(0, stored(0)), (1, stored(1))]).await);
     scene.until(KnowledgeLevel::Degraded, 0).await;
     publisher.publish(7, stored(0));
     scene.until(KnowledgeLevel::Degraded, 1).await;
-    scene.replays((0..8).map(|number| (number, stored(number as u32))).collect()).await;
+    // It continues where the first one has broken off.
+    scene.replays_from(2, (2..8).map(|number| (number, stored(number as u32))).collect()).await;
     scene.until(KnowledgeLevel::Exact, 8).await;
     publisher.publish(8, stored(8));
     scene.until(KnowledgeLevel::Exact, 9).await;
@@ -371,4 +402,58 @@ async fn an_instance_that_is_removed_is_forgotten() {
     scene.until(KnowledgeLevel::History, 0).await;
     let closed = timeout(LIMIT, &mut publisher.task).await;
     closed.expect("the router closes the connection").unwrap();
+}
+
+#[tokio::test]
+async fn the_subscription_is_read_during_a_replay() {
+    let scene = Scene::new(true).await;
+    let publisher = scene.subscriber().await;
+    let mut replay = scene.replays_part_from(0, vec![(0, stored(0))]).await;
+    publisher.publish(1, stored(1));
+    publisher.publish(2, stored(2));
+    publisher.until_read().await;
+    scene.until(KnowledgeLevel::History, 0).await;
+    replay.send(&replay_end(""), LIMIT).await.unwrap();
+    scene.until(KnowledgeLevel::Exact, 3).await;
+    assert_eq!(scene.gaps(), 0);
+}
+
+#[tokio::test]
+async fn batches_beyond_the_bound_during_a_replay_are_a_gap() {
+    let scene = Scene::new(true).await;
+    let publisher = scene.subscriber().await;
+    let mut replay = scene.replays_part_from(0, vec![(0, stored(0))]).await;
+    // Of a memory that does not count.
+    let large = vec![CacheEvent::Stored(Box::new(BlockStored {
+        hashes: vec![BlockHash(99)],
+        tokens: vec![u32::MAX; MAX_BATCH / 8],
+        block_size: MAX_BATCH as u32 / 8,
+        medium: Some("CPU".to_owned()),
+        ..BlockStored::default()
+    }))];
+    (1..5).for_each(|number| publisher.publish(number, large.clone()));
+    publisher.until_read().await;
+    replay.send(&replay_end(""), LIMIT).await.unwrap();
+    scene.until(KnowledgeLevel::Degraded, 0).await;
+    // One of them fits.
+    scene.replays_from(2, (2..5).zip([1, 2, 3].map(stored)).collect()).await;
+    scene.until(KnowledgeLevel::Exact, 4).await;
+    assert_eq!(scene.gaps(), 1);
+}
+
+#[tokio::test]
+async fn a_hole_in_a_replay_is_asked_for_once() {
+    let scene = Scene::new(true).await;
+    let _publisher = scene.subscriber().await;
+    let _dropped =
+        scene.replays_part_from(0, [0, 1, 5].map(|at| (at, stored(at as u32))).into()).await;
+    scene.replays_from(2, (2..6).map(|at| (at, stored(at as u32))).collect()).await;
+    scene.until(KnowledgeLevel::Exact, 6).await;
+
+    let scene = Scene::new(true).await;
+    let _publisher = scene.subscriber().await;
+    let _dropped = scene.replays_part_from(0, vec![(0, stored(0)), (2, stored(1))]).await;
+    // Those before the second hole may have been removed in it.
+    scene.replays_from(1, vec![(1, stored(1)), (3, stored(0))]).await;
+    scene.until(KnowledgeLevel::Degraded, 1).await;
 }

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 /// The time without questions after a failure.
 const AFTER_FAILURE: Duration = Duration::from_secs(5);
-/// The time without questions after [`REFUSALS`]: the instance has no tokens for such requests.
-const AFTER_REFUSALS: Duration = Duration::from_secs(300);
+/// The time without questions after [`REFUSALS`], or if there is no `/tokenize`: the instance has no
+/// tokens for such requests.
+const WITHOUT_TOKENS: Duration = Duration::from_secs(300);
 /// The number of refused questions in a row after which a pause begins.
 const REFUSALS: u32 = 8;
 
@@ -43,7 +44,12 @@ impl TokenizerPause {
             return false;
         }
         state.refusals = 0;
-        state.begin(now, AFTER_REFUSALS)
+        state.begin(now, WITHOUT_TOKENS)
+    }
+
+    /// Records that the instance has no `/tokenize`. Returns true if a pause begins.
+    pub(crate) fn missing(&self, now: Instant) -> bool {
+        self.state().begin(now, WITHOUT_TOKENS)
     }
 
     /// Records that a question failed. Returns true if a pause begins.
@@ -80,6 +86,9 @@ mod tests {
         pause.answered();
         let begun = (0..REFUSALS).filter(|_| pause.refused(now)).count();
         assert_eq!((begun, pause.is_on(now)), (1, true));
-        assert!(!pause.is_on(now + AFTER_REFUSALS));
+        let now = now + WITHOUT_TOKENS;
+        assert!(!pause.is_on(now));
+        assert!(pause.missing(now) && !pause.failed(now));
+        assert!(pause.is_on(now + WITHOUT_TOKENS - AFTER_FAILURE), "without the endpoint at once");
     }
 }

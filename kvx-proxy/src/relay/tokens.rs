@@ -25,6 +25,8 @@ use crate::upstream::{Fault, WHOLE, json_headers, whole};
 const SHORTEST: u64 = 64;
 /// The most tokens that a chat template adds.
 const TEMPLATE_TOKENS: usize = 4096;
+/// The most bytes of an error that are read.
+const ERROR: usize = 16 << 10;
 /// The time for an answer. A request waits for it.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -100,6 +102,11 @@ pub(crate) async fn find(
                     "refused",
                     pause.refused(std::time::Instant::now()),
                     format!("it answers {status} to many requests"),
+                ),
+                Err(NoTokens::Missing(status)) => (
+                    "failed",
+                    pause.missing(std::time::Instant::now()),
+                    format!("it answers {status}: the server has no such endpoint"),
                 ),
                 Err(NoTokens::Failed(fault)) => {
                     ("failed", pause.failed(std::time::Instant::now()), fault.to_string())
@@ -236,6 +243,8 @@ fn tokenizer(
 enum NoTokens {
     /// It rejected the request with this status.
     Refused(u16),
+    /// It answered with this status that it has no `/tokenize`.
+    Missing(u16),
     Failed(Fault),
 }
 
@@ -262,6 +271,17 @@ async fn ask(
     match status {
         200 => {}
         400 | 413 | 422 => return Err(NoTokens::Refused(status)),
+        404 => {
+            // vLLM answers so for an unknown model too, which a client may have named.
+            let error = whole(response.into_body(), ERROR, until).await;
+            let is_about_model =
+                error.is_ok_and(|error| String::from_utf8_lossy(&error).contains("model"));
+            return Err(match is_about_model {
+                true => NoTokens::Refused(status),
+                false => NoTokens::Missing(status),
+            });
+        }
+        405 | 501 => return Err(NoTokens::Missing(status)),
         _ => return Err(broken(format!("it answered {status}"))),
     }
     // A token has at least a byte of the request, unless a template adds it, and at most 16 digits
@@ -315,7 +335,62 @@ impl Core {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::TcpListener;
+
     use super::*;
+    use crate::fleet::knowledge::index::EventIndex;
+    use crate::log::AccessLogger;
+    use crate::recording::writer::Recorder;
+    use crate::setup::{AccessLog, Setup};
+
+    /// Asks an instance, which answers with this status and body, for tokens. Returns its state.
+    async fn after(status: &str, body: &str) -> Arc<Instance> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let setup = format!(
+            "[[pool]]\ndecode = [{{ url = 'http://127.0.0.1:{port}', events = 'tcp://*:1' }}]"
+        );
+        let live = LiveSetup::new(Setup::from_toml(&setup).unwrap(), None).unwrap();
+        let access = AccessLogger::open(&AccessLog::Off, Box::new(std::io::sink())).unwrap();
+        let core = Core::new(live, access, Recorder::off()).0;
+        let live = core.live();
+        let instance = Arc::clone(&live.fleet.decode[0]);
+        instance.state.healthy();
+        instance.state.cache().begin(EventIndex::default(), None);
+        let length = body.len();
+        let answer = format!("HTTP/1.1 {status}\r\ncontent-length: {length}\r\n\r\n{body}");
+        let serving = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut asked = Vec::new();
+            while !asked.ends_with(b"\"}") {
+                assert_ne!(stream.read_buf(&mut asked).await.unwrap(), 0);
+            }
+            stream.write_all(answer.as_bytes()).await.unwrap();
+            stream
+        };
+        let body = serde_json::json!({"model": "m", "prompt": "word ".repeat(200)}).to_string();
+        let mut asked = CompletionRequest::new(body.into(), 16).unwrap();
+        let headers = HeaderMap::new();
+        let (_stream, ()) = tokio::join!(serving, find(&core, &live, &headers, &mut asked));
+        instance
+    }
+
+    #[tokio::test]
+    async fn an_instance_without_the_endpoint_is_not_asked_again_for_long() {
+        let now = std::time::Instant::now();
+        let is_paused = |instance: &Instance, seconds| {
+            instance.state.tokenizer_pause(false).is_on(now + Duration::from_secs(seconds))
+        };
+        for status in ["404 Not Found", "405 Method Not Allowed", "501 Not Implemented"] {
+            let instance = after(status, r#"{"detail": "Not Found"}"#).await;
+            assert!(is_paused(&instance, 200), "{status}");
+        }
+        let unknown = r#"{"error": {"message": "The model `m` does not exist.", "code": 404}}"#;
+        assert!(!is_paused(&*after("404 Not Found", unknown).await, 0), "clients choose the model");
+        let instance = after("500 Internal Server Error", "").await;
+        assert!(is_paused(&instance, 3) && !is_paused(&instance, 200));
+    }
 
     fn source_of(body: serde_json::Value) -> Option<Result<Vec<u32>, serde_json::Value>> {
         let asked = CompletionRequest::new(body.to_string().into(), 16).unwrap();

@@ -6,16 +6,25 @@
 
 mod log;
 mod publish;
+mod snapshot;
 #[cfg(test)]
 mod tests;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::time::Duration;
 
 use kvx_vllm::events::{BlockHash, BlockRemoved, BlockStored, CacheEvent, MEDIUM_GPU};
-use tokio::sync::watch;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::timeout;
 
 use self::log::Log;
 pub use self::publish::{EventsConfig, listen};
+use self::snapshot::{CachedBlocks, Snapshot};
+
+/// The snapshots in memory. A reader that needs another one waits until others have sent theirs.
+const SNAPSHOTS: usize = 2;
+/// The longest wait for that.
+const SNAPSHOT_WAIT: Duration = Duration::from_secs(10);
 
 /// The events of one engine's prefix cache. Clones share them.
 #[derive(Clone, Debug)]
@@ -26,8 +35,12 @@ struct Shared {
     log: Mutex<Log>,
     /// The number of batches so far.
     published: watch::Sender<u64>,
-    /// Snapshots are encoded one at a time.
-    snapshots: tokio::sync::Mutex<()>,
+    /// The blocks that are cached after the batches whose events were taken from the log. This is
+    /// locked for long, but never by the engine's thread. The log is locked after this.
+    cached: Mutex<CachedBlocks>,
+    /// The latest snapshot, which readers share. Snapshots are encoded one at a time.
+    snapshot: tokio::sync::Mutex<Weak<Snapshot>>,
+    snapshot_places: Arc<Semaphore>,
 }
 
 impl CachePublisher {
@@ -37,7 +50,9 @@ impl CachePublisher {
         CachePublisher(Arc::new(Shared {
             log,
             published: watch::Sender::new(0),
-            snapshots: tokio::sync::Mutex::default(),
+            cached: Mutex::default(),
+            snapshot: tokio::sync::Mutex::default(),
+            snapshot_places: Arc::new(Semaphore::new(SNAPSHOTS)),
         }))
     }
 
@@ -50,7 +65,45 @@ impl CachePublisher {
         if !events.is_empty() {
             let published = self.log().append(events);
             self.0.published.send_replace(published);
+            // While a snapshot is encoded, the log keeps the events.
+            let cached = match self.0.cached.try_lock() {
+                Ok(cached) => Some(cached),
+                Err(TryLockError::Poisoned(cached)) => Some(cached.into_inner()),
+                Err(TryLockError::WouldBlock) => None,
+            };
+            if let Some(mut cached) = cached {
+                let events = self.log().take_events();
+                events.iter().for_each(|event| cached.apply(event));
+            }
         }
+    }
+
+    /// Returns a snapshot after which the log has all batches; `None` if that takes too long.
+    async fn snapshot(&self) -> Option<Arc<Snapshot>> {
+        let mut latest = self.0.snapshot.lock().await;
+        if let Some(snapshot) = latest.upgrade()
+            && !self.log().is_lost(snapshot.next)
+        {
+            return Some(snapshot);
+        }
+        let place = Arc::clone(&self.0.snapshot_places).acquire_owned();
+        let place = timeout(SNAPSHOT_WAIT, place).await.ok()?.ok()?;
+        let publisher = self.clone();
+        // An error: it has panicked, which the log shows.
+        let encoded = tokio::task::spawn_blocking(move || publisher.encode_snapshot(place)).await;
+        let snapshot = Arc::new(encoded.ok()?);
+        *latest = Arc::downgrade(&snapshot);
+        Some(snapshot)
+    }
+
+    fn encode_snapshot(&self, place: OwnedSemaphorePermit) -> Snapshot {
+        let mut cached = self.0.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        let (rank, next, events) = {
+            let mut log = self.log();
+            (log.rank(), log.next(), log.take_events())
+        };
+        events.iter().for_each(|event| cached.apply(event));
+        cached.snapshot(rank, next, place)
     }
 }
 

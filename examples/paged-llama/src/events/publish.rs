@@ -29,6 +29,8 @@ const IDLE: Duration = Duration::from_secs(90);
 const PING: Duration = Duration::from_secs(30);
 /// The time in which a subscriber must read a message.
 const SEND: Duration = Duration::from_secs(10);
+/// The time in which it must read a replay: this server keeps the snapshot until then.
+const REPLAY: Duration = Duration::from_secs(60);
 
 /// vLLM's `--kv-events-config`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -201,7 +203,10 @@ async fn serve(
                     // A DEALER sends an empty frame first, and a REQ's socket does so by itself.
                     let [.., from] = message.frames() else { continue };
                     let Ok(from) = <[u8; 8]>::try_from(&from[..]) else { continue };
-                    replay(&mut connection, publisher, config, u64::from_be_bytes(from)).await?;
+                    let from = u64::from_be_bytes(from);
+                    let replay = replay(&mut connection, publisher, config, from);
+                    let Ok(sent) = timeout(REPLAY, replay).await else { return Ok(()) };
+                    sent?;
                 }
             }
         },
@@ -312,17 +317,13 @@ async fn replay(
     };
     let mut next = from;
     if is_lost {
-        let encoded = {
-            let _one_at_a_time = publisher.0.snapshots.lock().await;
-            let snapshot = publisher.log().snapshot();
-            tokio::task::spawn_blocking(move || snapshot.batches()).await
+        let Some(snapshot) = publisher.snapshot().await else {
+            return Err("slow readers hold all snapshots".to_owned().into());
         };
-        // It has panicked, which the log shows.
-        let Ok(batches) = encoded else { return Ok(()) };
-        for (number, batch) in batches {
-            connection.send(&[&b""[..], topic, &number.to_be_bytes(), &batch], SEND).await?;
-            next = number + 1;
+        for (number, batch) in &snapshot.batches {
+            connection.send(&[&b""[..], topic, &number.to_be_bytes(), batch], SEND).await?;
         }
+        next = snapshot.next;
     }
     while next < end {
         let Some((number, batch)) = publisher.log().from(next) else { break };

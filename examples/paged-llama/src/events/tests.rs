@@ -166,6 +166,53 @@ async fn a_subscriber_that_does_not_read_delays_nobody() {
     }
 }
 
+#[tokio::test]
+async fn readers_share_snapshots_and_few_are_in_memory() {
+    let publisher = CachePublisher::new(0, 3);
+    let mut snapshots = Vec::new();
+    for round in 0..SNAPSHOTS as u8 {
+        // No earlier snapshot is followed by all batches in the log.
+        (0..9).for_each(|number| store(&publisher, 10 * round + number, None));
+        let snapshot = publisher.snapshot().await.unwrap();
+        store(&publisher, 10 * round + 9, None);
+        let same = publisher.snapshot().await.unwrap();
+        assert!(Arc::ptr_eq(&snapshot, &same), "the log has the batch after it");
+        assert!(snapshots.iter().all(|earlier| !Arc::ptr_eq(earlier, &snapshot)));
+        snapshots.push(snapshot);
+    }
+    (100..109).for_each(|number| store(&publisher, number, None));
+    let wait = Duration::from_millis(100);
+    assert!(tokio::time::timeout(wait, publisher.snapshot()).await.is_err(), "all are in use");
+    snapshots.remove(0);
+    let next = tokio::time::timeout(LIMIT, publisher.snapshot()).await.unwrap().unwrap();
+    assert_eq!(blocks(&decoded(&next)).len(), 10 * SNAPSHOTS + 9);
+}
+
+fn decoded(snapshot: &Snapshot) -> Vec<(u64, EventBatch)> {
+    let batches = snapshot.batches.iter();
+    batches.map(|(number, batch)| (*number, EventBatch::decode(batch).unwrap())).collect()
+}
+
+#[tokio::test]
+async fn the_engine_does_not_wait_for_a_snapshot() {
+    let publisher = CachePublisher::new(0, 1);
+    store(&publisher, 1, None);
+    // As while one is encoded.
+    let encoding = publisher.0.cached.lock().unwrap();
+    let (done, is_done) = std::sync::mpsc::channel();
+    let engine = publisher.clone();
+    std::thread::spawn(move || {
+        store(&engine, 2, Some(1));
+        remove(&engine, 2);
+        store(&engine, 3, Some(1));
+        done.send(())
+    });
+    is_done.recv_timeout(LIMIT).expect("the engine waits");
+    drop(encoding);
+    let snapshot = publisher.snapshot().await.unwrap();
+    assert_eq!((snapshot.next, blocks(&decoded(&snapshot))), (4, vec![1, 3]));
+}
+
 #[test]
 fn configurations_of_vllm_are_read() {
     let config = EventsConfig::from_json(r#"{"enable_kv_cache_events": true}"#).unwrap();

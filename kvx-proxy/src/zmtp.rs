@@ -1,11 +1,12 @@
 //! ZeroMQ connections of KV cache events. `kvx serve` publishes over them, and the proxy subscribes.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kvx_vllm::zmtp::{
-    Budget, Command, Decoder, GREETING, Input, MessageLimits, SocketType, check_greeting, greeting,
-    put_head,
+    Budget, Command, Decoder, GREETING, Input, MessageLimits, SocketType, check_greeting,
+    check_ready, message_pieces, opening,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -30,6 +31,10 @@ pub struct EventConnection {
 
 fn broken(error: std::io::Error) -> Error {
     Error::io("the connection broke", error)
+}
+
+fn wrong(error: kvx_vllm::DecodeError) -> Error {
+    Error::new(error.to_string())
 }
 
 fn closed() -> Error {
@@ -84,30 +89,16 @@ impl EventConnection {
 
     async fn greet(&mut self, kind: SocketType) -> Result<()> {
         self.stream.set_nodelay(true).map_err(broken)?;
-        let mut out = greeting().to_vec();
-        Command::Ready { kind: Some(kind), identity: Vec::new() }.put(&mut out);
-        self.stream.write_all(&out).await.map_err(broken)?;
+        self.stream.write_all(&opening(kind)).await.map_err(broken)?;
         let mut theirs = [0; GREETING];
         match self.stream.read_exact(&mut theirs).await {
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => return Err(closed()),
             read => read.map_err(broken)?,
         };
-        check_greeting(&theirs).map_err(|error| Error::new(error.to_string()))?;
-        match self.next().await? {
-            Some(Input::Command(Command::Ready { kind: Some(peer), .. }))
-                if kind.speaks_with(peer) =>
-            {
-                self.peer = peer;
-                Ok(())
-            }
-            Some(Input::Command(Command::Ready { kind: peer, .. })) => Err(Error::new(format!(
-                "the other end is a {}, which does not talk to a {}",
-                peer.map_or("socket of another type", SocketType::as_str),
-                kind.as_str()
-            ))),
-            None => Err(closed()),
-            Some(_) => Err(Error::new("the other end sent something before its READY")),
-        }
+        check_greeting(&theirs).map_err(wrong)?;
+        let input = self.next().await?.ok_or_else(closed)?;
+        self.peer = check_ready(kind, input).map_err(wrong)?.kind;
+        Ok(())
     }
 
     /// Returns the type of the peer's socket.
@@ -126,7 +117,7 @@ impl EventConnection {
             let mut left = &self.unread[self.at..];
             let input = self.decoder.next(&mut left);
             self.at = self.unread.len() - left.len();
-            if let Some(input) = input.map_err(|error| Error::new(error.to_string()))? {
+            if let Some(input) = input.map_err(wrong)? {
                 return Ok(Some(input));
             }
             self.unread.clear();
@@ -145,13 +136,7 @@ impl EventConnection {
     ///
     /// Fails if the connection breaks, or if the other end does not read in time.
     pub async fn send<F: AsRef<[u8]>>(&mut self, frames: &[F], within: Duration) -> Result<()> {
-        let mut out = Vec::new();
-        for (index, frame) in frames.iter().enumerate() {
-            let frame = frame.as_ref();
-            put_head(&mut out, frame.len(), index + 1 < frames.len());
-            out.extend_from_slice(frame);
-        }
-        self.write(&out, within).await
+        self.write(&message_pieces(frames), within).await
     }
 
     /// Sends a command.
@@ -162,11 +147,17 @@ impl EventConnection {
     pub async fn command(&mut self, command: &Command, within: Duration) -> Result<()> {
         let mut out = Vec::new();
         command.put(&mut out);
-        self.write(&out, within).await
+        self.write(&[Cow::Owned(out)], within).await
     }
 
-    async fn write(&mut self, bytes: &[u8], within: Duration) -> Result<()> {
-        match timeout(within, self.stream.write_all(bytes)).await {
+    async fn write(&mut self, pieces: &[Cow<'_, [u8]>], within: Duration) -> Result<()> {
+        let all = async {
+            for piece in pieces {
+                self.stream.write_all(piece).await?;
+            }
+            Ok(())
+        };
+        match timeout(within, all).await {
             Ok(written) => written.map_err(broken),
             Err(_) => Err(Error::new(format!("the other end read nothing for {within:.1?}"))),
         }

@@ -20,6 +20,8 @@ pub enum DecodeErrorKind {
     Unsupported,
     /// The budget for messages in memory is used up.
     Exhausted,
+    /// The peer rejects the connection.
+    Refused,
 }
 
 impl DecodeError {
@@ -50,6 +52,7 @@ impl From<DecodeError> for kvx_core::Error {
             DecodeErrorKind::Incompatible => ErrorKind::Incompatible,
             DecodeErrorKind::Unsupported => ErrorKind::Unsupported,
             DecodeErrorKind::Exhausted => ErrorKind::Exhausted,
+            DecodeErrorKind::Refused => ErrorKind::PeerLost,
         };
         kvx_core::Error::new(kind, error.message)
     }

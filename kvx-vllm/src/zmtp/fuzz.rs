@@ -1,7 +1,7 @@
 //! The entry point of the fuzz target and the bounded fuzz test: bytes that a socket receives from
 //! any sender.
 
-use super::{Budget, Command, Decoder, Input, MessageLimits, check_greeting, put_head};
+use super::{Budget, Command, Decoder, Input, MessageLimits, check_greeting, message_pieces};
 
 /// The targets, by the names of their corpora.
 pub const TARGETS: &[(&str, fn(&[u8]))] = &[("connector_zmtp", zmtp)];
@@ -23,11 +23,7 @@ pub fn zmtp(bytes: &[u8]) {
             Ok(frames) => {
                 assert!(frames.len() <= LIMITS.frames);
                 assert!(frames.iter().map(Vec::len).sum::<usize>() <= LIMITS.bytes);
-                let mut written = Vec::new();
-                for (index, frame) in frames.iter().enumerate() {
-                    put_head(&mut written, frame.len(), index + 1 < frames.len());
-                    written.extend(frame);
-                }
+                let written = message_pieces(frames).concat();
                 assert_eq!(decoded(&written, 5), (vec![Ok(frames.clone())], true));
             }
             Err(command) => {

@@ -7,12 +7,15 @@
 mod budget;
 #[doc(hidden)]
 pub mod fuzz;
+mod opening;
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use crate::{DecodeError, DecodeErrorKind};
 
 pub use self::budget::{Budget, BudgetShare};
+pub use self::opening::{PeerSocket, check_ready, opening};
 
 type Result<T> = std::result::Result<T, DecodeError>;
 
@@ -27,6 +30,8 @@ const MAX_COMMAND: usize = 1024;
 const MAX_IDENTITY: usize = 255;
 /// The longest context of a PING, in bytes.
 const MAX_CONTEXT: usize = 16;
+/// Frames up to this size are copied, and sent together.
+const SMALL: usize = 16 << 10;
 
 const MORE: u8 = 1;
 const LONG: u8 = 2;
@@ -141,8 +146,27 @@ pub fn check_greeting(bytes: &[u8; GREETING]) -> Result<()> {
     Ok(())
 }
 
+/// Returns the bytes of a message, to be sent one piece after the other. Large frames are not
+/// copied.
+pub fn message_pieces<F: AsRef<[u8]>>(frames: &[F]) -> Vec<Cow<'_, [u8]>> {
+    let (mut pieces, mut small) = (Vec::new(), Vec::new());
+    for (index, frame) in frames.iter().enumerate() {
+        let frame = frame.as_ref();
+        put_head(&mut small, frame.len(), index + 1 < frames.len());
+        if frame.len() <= SMALL {
+            small.extend_from_slice(frame);
+        } else {
+            pieces.extend([Cow::Owned(std::mem::take(&mut small)), Cow::Borrowed(frame)]);
+        }
+    }
+    if !small.is_empty() {
+        pieces.push(Cow::Owned(small));
+    }
+    pieces
+}
+
 /// Appends the head of a frame of `len` bytes.
-pub fn put_head(out: &mut Vec<u8>, len: usize, more: bool) {
+fn put_head(out: &mut Vec<u8>, len: usize, more: bool) {
     let more = if more { MORE } else { 0 };
     match u8::try_from(len) {
         Ok(len) => out.extend([more, len]),
@@ -434,5 +458,26 @@ impl Decoder {
                 Err(malformed(format_args!("a frame of {len} bytes exceeds the limit of {most}")))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_frames_are_sent_together_and_large_ones_are_not_copied() {
+        let (small, large) = (vec![1; SMALL], vec![2; SMALL + 1]);
+        let frames = [&small[..], &small, &large, &small];
+        let pieces = message_pieces(&frames);
+        assert_eq!(pieces.len(), 3);
+        assert!(matches!(pieces[1], Cow::Borrowed(piece) if std::ptr::eq(piece, frames[2])));
+        let limits = MessageLimits { frames: 4, bytes: 1 << 20 };
+        let mut decoder = Decoder::new(limits, &Budget::new(1 << 20));
+        let Some(Input::Message(message)) = decoder.next(&mut &pieces.concat()[..]).unwrap() else {
+            panic!("the message is whole");
+        };
+        assert_eq!(message.frames(), frames);
+        assert_eq!(message_pieces(&[large]).len(), 2, "nothing follows the last frame");
     }
 }

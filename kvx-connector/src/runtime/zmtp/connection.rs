@@ -1,5 +1,6 @@
 //! One connection, from its greeting on.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,8 +14,6 @@ use tokio::time::timeout;
 use super::{Budget, Message, MessageLimits, SocketType};
 use kvx_vllm::zmtp::{self, Command, Decoder, Input};
 
-/// Frames up to this size are sent together.
-const SMALL: usize = 16 << 10;
 /// The number of bytes read at once. A handshake's answer has some thousands.
 const READ: usize = 4 << 10;
 /// The number of commands that a peer may send within [`WHILE`] without a message. A live peer
@@ -97,11 +96,7 @@ impl SocketConnection {
 
     async fn greet(&mut self, kind: SocketType) -> Result<()> {
         self.stream.set_nodelay(true).map_err(broken)?;
-        let mut out = zmtp::greeting().to_vec();
-        Command::Ready { kind: Some(kind), identity: Vec::new() }.put(&mut out);
-        // Greeting and READY may be sent together: with the NULL mechanism READY does not depend on
-        // the peer's greeting.
-        self.stream.write_all(&out).await.map_err(broken)?;
+        self.stream.write_all(&zmtp::opening(kind)).await.map_err(broken)?;
         let mut theirs = [0; zmtp::GREETING];
         let (signature, rest) =
             theirs.split_first_chunk_mut().expect("a greeting begins with its signature");
@@ -109,20 +104,9 @@ impl SocketConnection {
         zmtp::check_signature(signature)?;
         self.exact(rest).await?;
         zmtp::check_greeting(&theirs)?;
-        match self.input().await? {
-            Some(Input::Command(Command::Ready { kind: Some(theirs), identity }))
-                if kind.speaks_with(theirs) =>
-            {
-                self.identity = identity;
-                Ok(())
-            }
-            Some(Input::Command(Command::Ready { .. })) => Err(ErrorKind::Unsupported.because(
-                format!("the other end is not a socket that can talk to a {}", kind.as_str()),
-            )),
-            Some(Input::Command(Command::Error(why))) => Err(refused(&why)),
-            None => Err(ended()),
-            Some(_) => Err(ErrorKind::Malformed.because("malformed ZMTP: READY has to come first")),
-        }
+        let input = self.input().await?.ok_or_else(ended)?;
+        self.identity = zmtp::check_ready(kind, input)?.identity;
+        Ok(())
     }
 
     async fn exact(&mut self, bytes: &mut [u8]) -> Result<()> {
@@ -226,7 +210,7 @@ impl SocketConnection {
             Command::Ping { context } => {
                 let mut out = Vec::new();
                 Command::Pong { context }.put(&mut out);
-                self.write(&[&out], Instant::now() + limit).await
+                self.write(&[Cow::Owned(out)], Instant::now() + limit).await
             }
             Command::Error(why) => Err(refused(&why)),
             _ => Ok(()),
@@ -239,22 +223,10 @@ impl SocketConnection {
         frames: &[F],
         limit: Duration,
     ) -> Result<()> {
-        let until = Instant::now() + limit;
-        let mut out = Vec::new();
-        for (index, frame) in frames.iter().enumerate() {
-            let frame = frame.as_ref();
-            zmtp::put_head(&mut out, frame.len(), index + 1 < frames.len());
-            if frame.len() <= SMALL {
-                out.extend_from_slice(frame);
-            } else {
-                self.write(&[&out, frame], until).await?;
-                out.clear();
-            }
-        }
-        self.write(&[&out], until).await
+        self.write(&zmtp::message_pieces(frames), Instant::now() + limit).await
     }
 
-    async fn write(&mut self, pieces: &[&[u8]], until: Instant) -> Result<()> {
+    async fn write(&mut self, pieces: &[Cow<'_, [u8]>], until: Instant) -> Result<()> {
         let limit = until.saturating_duration_since(Instant::now());
         let all = async {
             for piece in pieces {

@@ -12,6 +12,8 @@ use crate::fleet::tokens::{BlockKey, block_key};
 /// The most blocks of an instance: 7 million tokens in blocks of 16, which take up to 52 MB, and
 /// 80 MB while a table grows.
 pub(crate) const MAX_BLOCKS: usize = 448 << 10;
+/// The most tokens of a block: its key is computed in one go.
+const MAX_BLOCK_TOKENS: u32 = 16 << 10;
 
 /// The blocks that an instance has published as cached, by keys of their tokens.
 #[derive(Debug, Default)]
@@ -27,7 +29,7 @@ pub(crate) struct EventIndex {
     keys: HashMap<BlockKey, u32, BuildHasherDefault<Unchanged>>,
     /// Blocks whose parent is not known.
     pub(crate) orphans: u64,
-    /// Blocks that not every prompt with their tokens can use, or of another size.
+    /// Blocks that not every prompt with their tokens can use, or of another size, or too large.
     pub(crate) ignored: u64,
 }
 
@@ -85,7 +87,8 @@ impl EventIndex {
             self.has_unknown_groups = true;
             self.clear();
         }
-        let fits = self.by_hash.is_empty() || stored.block_size == self.block_size;
+        let fits = stored.block_size <= MAX_BLOCK_TOKENS
+            && (self.by_hash.is_empty() || stored.block_size == self.block_size);
         let is_known = stored.kind.is_some() || !self.has_unknown_groups;
         let Some(blocks) = stored.plain_blocks().filter(|_| fits && is_known) else {
             self.ignored += count;
@@ -101,19 +104,20 @@ impl EventIndex {
                 }
             },
         };
-        if self.by_hash.len() + stored.hashes.len() > MAX_BLOCKS {
-            self.clear();
-            return Err(TooManyBlocks);
-        }
         self.block_size = stored.block_size;
         for (hash, tokens) in blocks {
             let key = block_key(parent, tokens);
             parent = Some(key);
+            let is_full = self.by_hash.len() >= MAX_BLOCKS;
             match self.by_hash.entry((group, hash)) {
                 // An engine may have several copies, each of which it removes.
                 Entry::Occupied(mut known) => {
                     let copies = &mut known.get_mut().1;
                     *copies = copies.saturating_add(1);
+                }
+                Entry::Vacant(_) if is_full => {
+                    self.clear();
+                    return Err(TooManyBlocks);
                 }
                 Entry::Vacant(new) => {
                     new.insert((key, 1));
@@ -258,10 +262,14 @@ mod tests {
     #[test]
     fn the_number_of_blocks_is_bounded() {
         let mut index = EventIndex::default();
-        let hashes: Vec<u64> = (0..=MAX_BLOCKS as u64).collect();
+        let hashes: Vec<u64> = (0..MAX_BLOCKS as u64).collect();
         let tokens: Vec<u32> = (0..2 * hashes.len() as u32).collect();
-        let event = CacheEvent::Stored(Box::new(stored(&hashes, None, &tokens)));
-        assert_eq!(index.apply(&event), Err(TooManyBlocks));
+        store(&mut index, stored(&hashes, None, &tokens));
+        // Another copy of a block needs no place.
+        store(&mut index, stored(&[0], None, &tokens[..2]));
+        assert_eq!(index.len(), MAX_BLOCKS);
+        let new = CacheEvent::Stored(Box::new(stored(&[u64::MAX], None, &[1, 2])));
+        assert_eq!(index.apply(&new), Err(TooManyBlocks));
         assert_eq!((index.len(), index.keys.capacity()), (0, 0));
     }
 }

@@ -11,6 +11,7 @@ use kvx_vllm::zmtp::Budget;
 use tokio::time::Instant;
 
 use super::replay::{ReplayedIndex, replay};
+use super::steps::steps;
 use super::{MESSAGE, SessionEnd, unreadable};
 use crate::error::{Error, Result};
 use crate::fleet::instance::State;
@@ -19,8 +20,6 @@ use crate::setup::EventSource;
 
 /// The times between two replays: the shortest, and the longest after failed ones.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
-/// The events that are applied at once. Choices look into the cache before the next ones.
-const EVENTS_AT_ONCE: usize = 64;
 /// The most batches that wait for the end of a replay, and their bytes.
 const WAITING: (usize, usize) = (16 << 10, MESSAGE.bytes);
 
@@ -236,10 +235,11 @@ impl<'a> BatchCursor<'a> {
         self.repeats_until = None;
         self.next = Some(number.saturating_add(1));
         self.state.cache().counts.batches += 1;
-        for events in batch.events.chunks(EVENTS_AT_ONCE) {
+        // Choices look into the cache between two steps.
+        for step in steps(batch.events) {
             {
                 let mut cache = self.state.cache();
-                events.iter().for_each(|event| cache.apply(event));
+                step.iter().for_each(|event| cache.apply(event));
             }
             tokio::task::yield_now().await;
         }

@@ -5,6 +5,7 @@
 
 mod cursor;
 mod replay;
+mod steps;
 #[cfg(test)]
 mod tests;
 

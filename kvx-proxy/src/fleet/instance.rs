@@ -126,6 +126,8 @@ pub(crate) struct State {
     kind: Mutex<PrefillKind>,
     /// True once the instance has answered as a Mooncake instance.
     mooncake: AtomicBool,
+    /// True if `kind` has several data parallel ranks. Choices read this for each instance.
+    has_ranks: AtomicBool,
     /// No other lock is taken while this one is held.
     cache: Mutex<CacheKnowledge>,
     /// Pauses of `/tokenize`, for texts and for chats.
@@ -160,6 +162,7 @@ impl Default for State {
             faults: Mutex::default(),
             kind: Mutex::default(),
             mooncake: AtomicBool::new(false),
+            has_ranks: AtomicBool::new(false),
             cache: Mutex::default(),
             tokenizer_pauses: <[TokenizerPause; 2]>::default(),
         }
@@ -345,7 +348,14 @@ impl State {
         if matches!(kind, PrefillKind::Mooncake(_)) {
             self.mooncake.store(true, Relaxed);
         }
-        *lock(&self.kind) = kind;
+        let mut known = lock(&self.kind);
+        *known = kind;
+        self.kind_changed(&known);
+    }
+
+    fn kind_changed(&self, kind: &PrefillKind) {
+        let has_ranks = matches!(kind, PrefillKind::Mooncake(targets) if targets.len() > 1);
+        self.has_ranks.store(has_ranks, Relaxed);
     }
 
     pub(crate) fn was_mooncake(&self) -> bool {
@@ -360,6 +370,7 @@ impl State {
             PrefillKind::Mooncake(_) => *kind = PrefillKind::Unknown,
             PrefillKind::Unknown | PrefillKind::Nixl => {}
         }
+        self.kind_changed(&kind);
     }
 
     /// Learns from a rank's answer to a prefill leg whether the instance pushes. If so, stores and
@@ -384,6 +395,7 @@ impl State {
         let mut kind = lock(&self.kind);
         if !matches!(&*kind, PrefillKind::Push(targets) if targets.len() == ranks) {
             *kind = PrefillKind::Push(vec![None; ranks]);
+            self.kind_changed(&kind);
         }
         if let PrefillKind::Push(targets) = &mut *kind
             && let Some(known) = targets.get_mut(rank)
@@ -396,7 +408,7 @@ impl State {
     /// Returns true if the instance is known to have several data parallel ranks, as Mooncake
     /// instances tell.
     fn has_ranks(&self) -> bool {
-        matches!(&*lock(&self.kind), PrefillKind::Mooncake(targets) if targets.len() > 1)
+        self.has_ranks.load(Relaxed)
     }
 
     /// Returns what the router knows about the instance's prefix cache.

@@ -52,6 +52,8 @@ impl ModelNames {
 pub(crate) struct Models {
     /// Zero until the instance has listed its models.
     bits: AtomicU64,
+    /// The bits of those that are adapters of another model.
+    adapters: AtomicU64,
     cards: Mutex<Arc<BTreeMap<String, Value>>>,
 }
 
@@ -70,6 +72,12 @@ impl Models {
         let bits = self.bits.load(Relaxed);
         let alone = || model.bit != OTHERS || self.cards().contains_key(model.name);
         bits == 0 || (bits & model.bit != 0 && alone())
+    }
+
+    /// Returns true if the instance has listed this model as an adapter of another one.
+    pub(crate) fn has_adapter(&self, model: ModelName<'_>) -> bool {
+        self.adapters.load(Relaxed) & model.bit != 0
+            && (model.bit != OTHERS || self.cards().get(model.name).is_some_and(is_adapter))
     }
 
     /// Returns true if there is a model that both may serve.
@@ -98,10 +106,20 @@ impl Models {
         if cards.is_empty() {
             return;
         }
-        let bits = cards.keys().fold(0, |bits, name| bits | names.learn(name));
+        let (mut bits, mut adapters) = (0, 0);
+        for (name, card) in &cards {
+            let bit = names.learn(name);
+            bits |= bit;
+            adapters |= if is_adapter(card) { bit } else { 0 };
+        }
         *self.cards.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(cards);
         self.bits.store(bits, Relaxed);
+        self.adapters.store(adapters, Relaxed);
     }
+}
+
+fn is_adapter(card: &Value) -> bool {
+    card.get("parent").is_some_and(|parent| !parent.is_null())
 }
 
 /// Returns true if one of these bits belongs to a single name.
@@ -150,6 +168,20 @@ mod tests {
         assert!(later.serve(names.named("lora-100")) && !later.serve(names.named("lora-99")));
         assert!(!many.share_one(&later) && !later.share_one(&many));
         assert!(many.share_one(&of(&names, loras(99..101))) && !many.share_one(&few));
+    }
+
+    #[test]
+    fn adapters_are_those_with_a_parent() {
+        let (names, models) = (ModelNames::default(), Models::default());
+        let card = |id: &str, parent: Option<&str>| serde_json::json!({"id": id, "parent": parent});
+        let mut cards: Vec<_> = loras(0..100).map(|lora| card(&lora, Some("base"))).collect();
+        cards.extend([card("base", None), card("z", None)]);
+        models.learn(&serde_json::json!({ "data": cards }), &names);
+        let has_adapter = |name: &str| models.has_adapter(names.named(name));
+        assert!(has_adapter("lora-0") && has_adapter("lora-99"));
+        assert!(!has_adapter("base") && !has_adapter("z") && !has_adapter("lora-100"));
+        models.learn(&serde_json::json!({"data": [card("lora-0", None)]}), &names);
+        assert!(!models.has_adapter(names.named("lora-0")), "it is another model now");
     }
 
     #[test]

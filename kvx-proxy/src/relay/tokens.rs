@@ -75,11 +75,8 @@ pub(crate) async fn find(
         return;
     }
     let model = asked.model.as_deref().map(|model| live.fleet.names.named(model));
-    let is_adapter = |one: &Arc<Instance>| {
-        let cards = one.state.models.cards();
-        let card = asked.model.as_deref().and_then(|model| cards.get(model));
-        card.is_some_and(|card| card.get("parent").is_some_and(|parent| !parent.is_null()))
-    };
+    let is_adapter =
+        |one: &Arc<Instance>| model.is_some_and(|model| one.state.models.has_adapter(model));
     // Blocks of an adapter are no other request's blocks.
     if live.fleet.all().any(is_adapter) {
         return;

@@ -260,7 +260,7 @@ fn three_routers_over_etcd_serve_through_faults() {
                 println!("{}:\n{}", process.log.display(), process.said());
             }
         }
-        for panic in ended.into_iter().chain([steps]).filter_map(Result::err) {
+        if let Some(panic) = ended.into_iter().chain([steps]).find_map(Result::err) {
             std::panic::resume_unwind(panic);
         }
     });

@@ -105,7 +105,7 @@ mod tests {
             extra_keys: vec![false; blocks as usize],
             ..BlockStored::default()
         };
-        let events = vec![
+        let events = [
             CacheEvent::Stored(Box::new(stored)),
             CacheEvent::Cleared,
             CacheEvent::Stored(Box::new(BlockStored {

@@ -59,7 +59,7 @@ mod tests {
         for (bytes, text) in [
             ("", ""),
             ("f", "Zg=="),
-            ("fo", "Zm8="),
+            ("hi", "aGk="),
             ("foo", "Zm9v"),
             ("foob", "Zm9vYg=="),
             ("fooba", "Zm9vYmE="),

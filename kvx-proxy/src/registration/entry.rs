@@ -338,7 +338,7 @@ mod tests {
             ("prefill", "POST /instances"),
             (r#"{"url":"http://a:1"}"#, "role"),
             (r#"{"role":"prefill","url":"https://a:1"}"#, "scheme"),
-            (r#"{"role":"prefill","url":"http://a:1","wieght":1}"#, "wieght"),
+            (r#"{"role":"prefill","url":"http://a:1","mass":1}"#, "mass"),
         ] {
             let error = OwnEntry::new(&fleet("f"), 1, instance, None).unwrap_err().to_string();
             assert!(error.contains(words), "{instance}: {error}");

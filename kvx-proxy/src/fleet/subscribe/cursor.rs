@@ -20,6 +20,8 @@ use crate::setup::EventSource;
 
 /// The times between two replays: the shortest, and the longest after failed ones.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(300));
+/// The time for batches that waited at the publisher.
+const REPEATS: Duration = Duration::from_secs(5);
 /// The most batches that wait for the end of a replay, and their bytes.
 const WAITING: (usize, usize) = (16 << 10, MESSAGE.bytes);
 
@@ -40,6 +42,9 @@ pub(super) struct BatchCursor<'a> {
     pongs: u64,
     /// Batches that a replay has contained may arrive until this ping is answered.
     repeats_until: Option<u64>,
+    /// After that answer they may arrive until this time: ZeroMQ answers a ping before the batches
+    /// that wait to be sent.
+    repeats_end: Option<Instant>,
     running: Option<RunningReplay>,
     /// The batches that have arrived during the replay.
     waiting: WaitingBatches,
@@ -96,6 +101,7 @@ impl<'a> BatchCursor<'a> {
             pings: 0,
             pongs: 0,
             repeats_until: None,
+            repeats_end: None,
             running: None,
             waiting: WaitingBatches::default(),
             replay_at: None,
@@ -116,6 +122,7 @@ impl<'a> BatchCursor<'a> {
         if !self.has_begun {
             self.start_replay();
         } else if self.repeats_until.is_some_and(|ping| self.pongs >= ping) {
+            self.repeats_end = Some(Instant::now() + REPEATS);
             self.repeats_until = None;
         }
     }
@@ -220,7 +227,8 @@ impl<'a> BatchCursor<'a> {
             None if number == 0 => self.state.cache().begin(EventIndex::default(), None),
             None => {}
             Some(next) if number < next => {
-                if self.repeats_until.is_some() {
+                let may_wait = self.repeats_end.is_some_and(|end| Instant::now() < end);
+                if self.repeats_until.is_some() || may_wait {
                     return Ok(());
                 }
                 let last = next - 1;
@@ -232,7 +240,7 @@ impl<'a> BatchCursor<'a> {
             Some(_) => {}
         }
         let batch = EventBatch::decode(batch).map_err(unreadable)?;
-        self.repeats_until = None;
+        (self.repeats_until, self.repeats_end) = (None, None);
         self.next = Some(number.saturating_add(1));
         self.state.cache().counts.batches += 1;
         // Choices look into the cache between two steps.

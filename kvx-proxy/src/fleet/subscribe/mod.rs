@@ -219,6 +219,7 @@ async fn session(
             input = connection.next() => input?,
             replayed = cursor.replay_end() => {
                 cursor.replayed(replayed).await?;
+                last_input = Instant::now(); // it took its time
                 continue;
             }
             _ = ticks.tick() => {

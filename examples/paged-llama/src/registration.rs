@@ -32,7 +32,15 @@ impl ServerRegistration {
                     "{address} is no address for routers: name one with --register-url"
                 )));
             }
-            None => format!("http://{address}"),
+            None => {
+                if address.ip().is_loopback() {
+                    tracing::warn!(
+                        "routers on other hosts cannot reach {address}: name the server's address \
+                         with --register-url"
+                    );
+                }
+                format!("http://{address}")
+            }
         };
         self.instance.insert("url".to_owned(), url.into());
         let instance = Value::Object(self.instance).to_string();

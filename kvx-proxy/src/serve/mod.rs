@@ -199,8 +199,8 @@ impl Proxy {
     }
 
     /// Asks for the instances that are discovered, and checks every instance once, so that the first
-    /// requests find those that are up. Takes at most about `discovery.timeout` and
-    /// `health.timeout`.
+    /// requests find those that are up. Takes at most a second more than `discovery.timeout`, and
+    /// three times `health.timeout`.
     pub async fn check_instances(&mut self) {
         let limit = self.core.live().setup.discovery.first_limit();
         self.discovery.first(providers::all, limit).await; // failures are logged
@@ -446,7 +446,11 @@ pub async fn serve(
     let mut proxy = Proxy::bind_with_output(setup, output).await?;
     let handle = proxy.handle();
     let address = proxy.local_addr();
-    proxy.check_instances().await;
+    tokio::select! {
+        () = proxy.check_instances() => {}
+        _ = terminate.recv() => return Ok(()),
+        _ = interrupt.recv() => return Ok(()),
+    }
     started(address);
     let running = proxy.run();
     tokio::pin!(running);

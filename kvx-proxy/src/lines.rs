@@ -1,8 +1,28 @@
 //! The lines of an answer that arrives over time.
 
+use std::fmt;
+
 use bytes::{Buf as _, Bytes, BytesMut};
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
+
+/// The reason why there is no further line.
+#[derive(Debug)]
+pub(crate) enum LineError {
+    /// The line is longer than this.
+    TooLong(usize),
+    /// The body ended early.
+    Broken(hyper::Error),
+}
+
+impl fmt::Display for LineError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            LineError::TooLong(most) => write!(f, "a line is longer than {most} bytes"),
+            LineError::Broken(error) => error.fmt(f),
+        }
+    }
+}
 
 /// The lines of a body.
 #[derive(Debug)]
@@ -22,7 +42,7 @@ impl Lines {
     }
 
     /// Returns the next line, or `None` at the end of the body. Dropping the future loses nothing.
-    pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, String> {
+    pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, LineError> {
         loop {
             if let Some(end) = self.read[self.searched..].iter().position(|byte| *byte == b'\n') {
                 let line = self.read.split_to(self.searched + end).freeze();
@@ -32,14 +52,14 @@ impl Lines {
             }
             self.searched = self.read.len();
             if self.searched > self.most {
-                return Err(format!("a line is longer than {} bytes", self.most));
+                return Err(LineError::TooLong(self.most));
             }
             match self.body.frame().await {
                 None => return Ok(None),
                 Some(Ok(frame)) => {
                     self.read.extend_from_slice(&frame.into_data().unwrap_or_default());
                 }
-                Some(Err(error)) => return Err(error.to_string()),
+                Some(Err(error)) => return Err(LineError::Broken(error)),
             }
         }
     }

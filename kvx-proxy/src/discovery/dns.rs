@@ -11,7 +11,7 @@ use tokio::net::lookup_host;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::srv::{self, Target};
-use super::{Discovered, Provider, Reports};
+use super::{Discovered, Provider, ProviderSettings, Reports};
 use crate::fleet::instance::Role;
 use crate::setup::{DnsRecords, InstanceSetup, Setup};
 
@@ -36,7 +36,8 @@ pub(super) fn providers(setup: &Setup) -> Vec<Provider> {
     let (every, limit) = (setup.discovery.every, setup.discovery.timeout);
     let provider = |(name, query): (String, DnsQuery)| Provider {
         name: name.into(),
-        settings: format!("{query:?} {every:?} {limit:?}"),
+        settings: ProviderSettings::Text(format!("{query:?} {every:?} {limit:?}")),
+        every,
         absences: setup.discovery.absences,
         places: query.templates.iter().map(|(pool, role, _)| (pool.clone(), *role)).collect(),
         run: Box::new(move |reports| Box::pin(query.repeat(every, limit, reports))),

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use super::{Discovered, Provider, Report, Reports};
+use super::{Discovered, Provider, ProviderSettings, Report, Reports};
 use crate::fleet::instance::Role;
-use crate::registration::{FleetList, Registration, follow};
+use crate::registration::{Registration, follow};
 use crate::setup::{FleetAddress, FleetSecret, Setup};
 
 /// Returns the provider of the registered instances of a fleet, if the configuration names one.
@@ -22,7 +22,12 @@ pub(super) fn provider(setup: &Setup) -> Option<Provider> {
     let both = |pool: String| [Role::Prefill, Role::Decode].map(|role| (pool.clone(), role));
     Some(Provider {
         name: registered.fleet.to_string().into(),
-        settings: format!("{registered:?}"),
+        settings: ProviderSettings::Fleet(
+            Box::new(registered.fleet.clone()),
+            registered.secret.clone(),
+            format!("{registered:?}"),
+        ),
+        every: registered.every,
         // The list itself keeps instances that etcd may have lost.
         absences: 1,
         places: pools.into_iter().flat_map(both).collect(),
@@ -51,27 +56,29 @@ impl RegisteredInstances {
         };
         let (mut listed, mut failure) = (list.subscribe(), list.failure());
         loop {
-            if let Some(report) = self.current(&list) {
+            // A new list counts although the watch after it may fail.
+            let is_new = listed.has_changed().unwrap_or(false);
+            let current = listed.borrow_and_update().clone();
+            let why = failure.borrow_and_update().clone();
+            let report: Option<Report> = match (current, why) {
+                (Some(current), why) if is_new || why.is_none() => {
+                    Some(Ok(current.iter().map(|one| self.instance(one)).collect()))
+                }
+                (_, why) => why.map(Err),
+            };
+            if let Some(report) = report {
                 reports.refused(list.refusals());
                 reports.send(report).await;
             }
-            tokio::select! {
-                // Errors: the list's task has ended, which its failure says.
-                _ = listed.changed() => {}
-                _ = failure.changed() => {}
-                () = sleep(self.every) => {}
+            let changed = tokio::select! {
+                changed = listed.changed() => changed,
+                changed = failure.changed() => changed,
+                () = sleep(self.every) => Ok(()),
+            };
+            if changed.is_err() {
+                return; // the list's task has ended: start anew
             }
         }
-    }
-
-    /// Returns the registered instances, or why the list may be old; `None` before etcd's first
-    /// answer.
-    fn current(&self, list: &FleetList) -> Option<Report> {
-        if let Some(why) = list.failure().borrow().clone() {
-            return Some(Err(why));
-        }
-        let listed = list.subscribe().borrow().clone()?;
-        Some(Ok(listed.iter().map(|one| self.instance(one)).collect()))
     }
 
     fn instance(&self, one: &Registration) -> Discovered {

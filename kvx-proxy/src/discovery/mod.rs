@@ -27,7 +27,7 @@ use self::reconcile::{WantedInstances, goals, reconciled};
 use self::status::DiscoveryStatus;
 use crate::fleet::instance::{Instance, Role};
 use crate::relay::core::Core;
-use crate::setup::{InstanceSetup, Setup};
+use crate::setup::{FleetAddress, FleetSecret, InstanceSetup, Setup};
 
 /// The time between two comparisons without a new list.
 const TICK: Duration = Duration::from_secs(1);
@@ -58,14 +58,25 @@ pub(crate) type Report = Result<Vec<Discovered>, String>;
 pub(crate) struct Provider {
     /// Names the provider in logs, metrics and `/status`; unique.
     pub(crate) name: Arc<str>,
-    /// Its settings as text. A configuration that changes them starts it anew.
-    pub(crate) settings: String,
+    /// A configuration that changes them starts it anew.
+    pub(crate) settings: ProviderSettings,
+    /// The time between two reports without a change.
+    pub(crate) every: Duration,
     /// The number of lists in a row without an instance after which it is removed.
     pub(crate) absences: u32,
     /// The pools and roles of its instances.
     pub(crate) places: BTreeSet<(String, Role)>,
     /// Sends reports until it is dropped.
     pub(crate) run: Box<dyn FnOnce(Reports) -> ProviderTask + Send>,
+}
+
+/// The settings of a provider, to compare them.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ProviderSettings {
+    /// Settings without a secret.
+    Text(String),
+    /// A fleet in etcd; the rest as text.
+    Fleet(Box<FleetAddress>, Option<FleetSecret>, String),
 }
 
 pub(crate) type ProviderTask = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -111,7 +122,7 @@ impl Reports {
 struct RunningProvider {
     wanted: WantedInstances,
     places: BTreeSet<(String, Role)>,
-    settings: String,
+    settings: ProviderSettings,
     /// Distinguishes its reports from those before it was started anew.
     start: u64,
     /// Its task, which ends when this is dropped.
@@ -198,7 +209,7 @@ impl Reconciler {
             return;
         }
         let mut before = std::mem::take(&mut self.running);
-        for Provider { name, settings, absences, places, run } in providers(&setup) {
+        for Provider { name, settings, every, absences, places, run } in providers(&setup) {
             let known = before.remove(&name);
             let is_same = |one: &RunningProvider| one.settings == settings && !one.task.is_empty();
             let mut one = match known {
@@ -218,7 +229,7 @@ impl Reconciler {
                     RunningProvider { wanted, places, settings, start, task }
                 }
             };
-            one.wanted.absences = absences;
+            (one.wanted.absences, one.wanted.every) = (absences, every);
             one.wanted.keep(&places);
             one.places = places;
             self.running.insert(name, one);
@@ -239,7 +250,7 @@ impl Reconciler {
             without_pool = all - list.len();
             list
         });
-        match report.and_then(|list| wanted.observe(list)) {
+        match report.and_then(|list| wanted.observe(list, Instant::now())) {
             Ok(returned) => {
                 let counts = [wanted.present(), wanted.absent(), without_pool];
                 if status.succeeded(&name, counts) && without_pool > 0 {

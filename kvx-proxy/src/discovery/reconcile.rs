@@ -2,6 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::Discovered;
 use crate::fleet::Fleet;
@@ -20,6 +23,10 @@ const EMPTY_LISTS: u32 = 3;
 pub(super) struct WantedInstances {
     /// See [`Provider::absences`](super::Provider::absences).
     pub(super) absences: u32,
+    /// See [`Provider::every`](super::Provider::every).
+    pub(super) every: Duration,
+    /// The time of the last empty list that counted.
+    empty_at: Option<Instant>,
     instances: BTreeMap<Place, WantedInstance>,
 }
 
@@ -37,13 +44,24 @@ impl WantedInstances {
     /// # Errors
     ///
     /// Fails, and changes nothing, if the list is too long.
-    pub(super) fn observe(&mut self, list: Vec<Discovered>) -> Result<Vec<Place>, String> {
+    pub(super) fn observe(
+        &mut self,
+        list: Vec<Discovered>,
+        now: Instant,
+    ) -> Result<Vec<Place>, String> {
         if list.len() > MAX_INSTANCES {
             return Err(format!(
                 "it lists {} instances, and a provider may have {MAX_INSTANCES}: divide them \
                  among several names",
                 list.len()
             ));
+        }
+        // Each change may send a list, and several empty ones at once say no more than one.
+        if list.is_empty() {
+            if self.empty_at.is_some_and(|at| now < at + self.every / 2) {
+                return Ok(Vec::new());
+            }
+            self.empty_at = Some(now);
         }
         let absences = if list.is_empty() { self.absences.max(EMPTY_LISTS) } else { self.absences };
         self.instances.values_mut().for_each(|one| one.missing += 1);
@@ -107,7 +125,9 @@ pub(super) fn reconciled(fleet: &Fleet, goals: &Goals<'_>) -> Option<Fleet> {
         match (&one.origin, goals.get(&place)) {
             (Origin::Discovered { provider, identity, is_changed }, goal) => {
                 let is_right = goal.is_some_and(|(by, wanted)| {
-                    let has_settings = *is_changed || wanted.setup == one.setup;
+                    // An instance that ends is drained, whatever an operator has set.
+                    let ends = wanted.setup.draining && !one.setup.draining;
+                    let has_settings = (*is_changed && !ends) || wanted.setup == one.setup;
                     *by == provider && wanted.identity == *identity && has_settings
                 });
                 match is_right {

@@ -47,9 +47,10 @@ impl Scripted {
                 })
             };
             let places = ["default", "later"].map(|pool| (pool.to_owned(), Role::Decode)).into();
-            let settings = setup.local_below.to_string();
+            let settings = ProviderSettings::Text(setup.local_below.to_string());
+            let every = TICK;
             let (name, run) = ("script".into(), Box::new(run));
-            let provider = Provider { name, settings, absences, places, run };
+            let provider = Provider { name, settings, every, absences, places, run };
             if setup.prefix_tokens == 0 { Vec::new() } else { vec![provider] }
         };
         tokio::spawn(Reconciler::new(Arc::clone(&core)).run(provider));
@@ -238,9 +239,21 @@ fn an_operators_settings_last_as_long_as_the_instance() {
         assert_eq!(script.named("a:1").setup, one.setup);
         // Without the operator's settings it has those of the provider again.
         drain("a:1").await;
-        script.core.place(|now| Some(now.without(0, Role::Decode, "a:1"))).await;
+        let drained = script.named("a:1");
+        script.core.place(|now| Some(now.handed_back(0, Role::Decode, "a:1"))).await;
         sleep(2 * TICK).await;
-        assert_eq!(script.named("a:1").setup, one.setup);
+        let after = script.named("a:1");
+        assert_eq!(after.setup, one.setup);
+        assert!(Arc::ptr_eq(&drained.state, &after.state), "its requests go on");
+        // One that ends is drained, whatever the operator has set.
+        let mut heavy = one.setup.clone();
+        heavy.weight = 7.0;
+        script.core.place(|now| Some(now.with(0, Role::Decode, heavy))).await;
+        script.list(&[one.clone()]).await;
+        assert_eq!(script.named("a:1").setup.weight, 7.0);
+        one.setup.draining = true;
+        script.list(&[one.clone()]).await;
+        assert!(script.named("a:1").setup.draining);
     });
 }
 

@@ -50,6 +50,8 @@ pub(crate) enum CallError {
     },
     /// The answer has too many bytes.
     TooLong,
+    /// There are more entries than these.
+    TooMany(usize),
 }
 
 impl fmt::Display for CallError {
@@ -66,6 +68,9 @@ impl fmt::Display for CallError {
                 }
             }
             CallError::TooLong => write!(f, "etcd's answer is longer than {ANSWER} bytes"),
+            CallError::TooMany(most) => {
+                write!(f, "more than {most} entries are listed; delete those of others")
+            }
         }
     }
 }
@@ -159,8 +164,8 @@ impl Client {
         Ok(())
     }
 
-    /// Calls `each` with every entry of a prefix, at most about `most` of them. All are of one
-    /// revision, which this returns.
+    /// Calls `each` with every entry of a prefix. All are of one revision, which this returns. Fails
+    /// if there are many more than `most`.
     pub(crate) async fn list(
         &self,
         prefix: &str,
@@ -190,7 +195,8 @@ impl Client {
             let last = page.kvs.last().map(|entry| entry.key.clone());
             count += page.kvs.len();
             page.kvs.into_iter().map(KeyValue::from).for_each(&mut each);
-            match last.filter(|_| page.more && count < most) {
+            match last.filter(|_| page.more) {
+                Some(_) if count >= most => return Err(CallError::TooMany(most)),
                 Some(last) => {
                     from = last;
                     from.0.push(0);
@@ -359,7 +365,10 @@ async fn whole(body: Incoming, until: Instant) -> Result<Bytes, CallError> {
 fn read<A: DeserializeOwned>(status: StatusCode, body: &[u8]) -> Result<A, CallError> {
     if status.is_success() {
         return serde_json::from_slice(body).map_err(|error| {
-            CallError::unavailable(format!("its answer is not one of etcd's gateway: {error}"))
+            CallError::unavailable(format!(
+                "its answer is not one of etcd's gateway: {}",
+                shown(&error.to_string())
+            ))
         });
     }
     let status = status.as_u16();

@@ -10,7 +10,7 @@ mod watch;
 
 pub(crate) use client::{CallError, Client};
 pub(crate) use messages::KeyValue;
-pub(crate) use watch::{Change, Watch, WatchEnd};
+pub(crate) use watch::{Change, NOTICED_AFTER, Watch, WatchEnd};
 
 /// Parses the bytes of an answer and of a watch's line.
 pub(crate) fn fuzz(bytes: &[u8]) {

@@ -4,11 +4,11 @@ use std::fmt;
 use std::time::Duration;
 
 use serde_json::json;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::client::{CALL, CallError, Client, prefix_end, refused};
 use super::messages::{Base64, KeyValue, Number, Streamed, WatchAnswer};
-use crate::lines::Lines;
+use crate::lines::{LineError, Lines};
 use crate::log::shown;
 
 /// The most bytes of a line. One has all changes of a revision, or of many while a watch catches
@@ -16,6 +16,9 @@ use crate::log::shown;
 const LINE: usize = 16 << 20;
 /// The silence after which the member is checked.
 const SILENCE: Duration = Duration::from_secs(5);
+
+/// The time after which a watch notices that its member hangs.
+pub(crate) const NOTICED_AFTER: Duration = SILENCE.saturating_add(CALL);
 
 /// A change of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,6 +54,8 @@ pub(crate) struct Watch<'a> {
     lines: Lines,
     /// The first revision whose changes have not arrived.
     next: u64,
+    /// The last time at which the member has answered.
+    contact: Instant,
 }
 
 impl<'a> Watch<'a> {
@@ -75,15 +80,16 @@ impl<'a> Watch<'a> {
             }
             Err(error) => return Err(WatchEnd::Lost(error.to_string())),
         };
+        let contact = Instant::now();
         let mut watch =
-            Watch { client, prefix, endpoint, lines: Lines::new(body, LINE), next: from };
+            Watch { client, prefix, endpoint, lines: Lines::new(body, LINE), next: from, contact };
         let first = timeout(CALL, watch.answer()).await;
         let first = first.map_err(|_| watch.cut("it has not begun in time".to_owned()))??;
         if !first.created {
             return Err(WatchEnd::Lost("its first line does not say that it has begun".to_owned()));
         }
         // The data may have been replaced by older data, or by none.
-        if first.header.revision.0 + 1 < from {
+        if first.header.revision.0.saturating_add(1) < from {
             return Err(WatchEnd::Lost(format!(
                 "etcd is at revision {}, before {from}",
                 first.header.revision.0
@@ -97,6 +103,11 @@ impl<'a> Watch<'a> {
         self.next
     }
 
+    /// Returns the last time at which the member has answered.
+    pub(crate) fn contact(&self) -> Instant {
+        self.contact
+    }
+
     /// Waits for changes. While there are none, checks the member, whose streams stay open without
     /// an error if it hangs.
     pub(crate) async fn changes(&mut self) -> Result<Vec<Change>, WatchEnd> {
@@ -104,12 +115,14 @@ impl<'a> Watch<'a> {
             let Ok(answer) = timeout(SILENCE, self.answer()).await else {
                 let checked = self.client.check(self.endpoint, self.prefix).await;
                 checked.map_err(|error| self.cut(error.to_string()))?;
+                self.contact = Instant::now();
                 continue;
             };
             let answer = answer?;
             let last = answer.events.iter().map(|event| event.kv.mod_revision.0).max();
             // Without events the line says that all changes until its revision have arrived.
-            self.next = self.next.max(last.unwrap_or(answer.header.revision.0) + 1);
+            let last_revision = last.unwrap_or(answer.header.revision.0);
+            self.next = self.next.max(last_revision.saturating_add(1));
             if last.is_some() {
                 let changes = answer.events.into_iter().map(|event| match &*event.r#type {
                     "DELETE" => Change::Deleted(event.kv.key.0),
@@ -130,10 +143,15 @@ impl<'a> Watch<'a> {
         let line = match self.lines.next().await {
             Ok(Some(line)) => line,
             Ok(None) => return Err(self.cut("etcd has closed it".to_owned())),
-            Err(why) => return Err(self.cut(why)),
+            // It would be as long the next time.
+            Err(why @ LineError::TooLong(_)) => return Err(WatchEnd::Lost(why.to_string())),
+            Err(why) => return Err(self.cut(why.to_string())),
         };
-        let line: Streamed<WatchAnswer> = serde_json::from_slice(&line)
-            .map_err(|error| WatchEnd::Lost(format!("a line is not of a watch: {error}")))?;
+        self.contact = Instant::now();
+        let line: Streamed<WatchAnswer> = serde_json::from_slice(&line).map_err(|error| {
+            let why = shown(&error.to_string());
+            WatchEnd::Lost(format!("a line is not of a watch: {why}"))
+        })?;
         let answer = match (line.result, line.error) {
             (Some(answer), None) => answer,
             (_, error) => {

@@ -115,6 +115,19 @@ impl Fleet {
         fleet
     }
 
+    /// Returns a copy in which discovery changes the settings of a found instance again.
+    pub(crate) fn handed_back(&self, pool: usize, role: Role, name: &str) -> Self {
+        let mut fleet = self.without(pool, role, name);
+        if let Some(known) = self.find(pool, role, name) {
+            let mut origin = known.origin.clone();
+            if let Origin::Discovered { is_changed, .. } = &mut origin {
+                *is_changed = false;
+            }
+            fleet.put(pool, role, known.setup.clone(), origin, Some(self));
+        }
+        fleet
+    }
+
     /// Returns a copy without one of its instances.
     pub(crate) fn without(&self, pool: usize, role: Role, name: &str) -> Self {
         self.only(|one| one.pool != pool || one.role != role || one.name() != name)

@@ -142,16 +142,21 @@ pub(super) fn decode(
     Ok((registration, entry.expires))
 }
 
-/// Checks that an entry has not expired.
+/// Checks that an entry has not expired, and does so in time.
 ///
 /// # Errors
 ///
-/// If it has, taking into account that clocks differ.
+/// If not, taking into account that clocks differ.
 pub(super) fn check_expiry(expires: Option<u64>, now: u64) -> std::result::Result<(), Refusal> {
-    match expires.map(|expires| (expires, now.checked_sub(expires.saturating_add(CLOCKS)))) {
-        Some((expires, Some(1..))) => Err(Refusal::Expired(now - expires)),
-        _ => Ok(()),
+    let Some(expires) = expires else { return Ok(()) };
+    if now > expires.saturating_add(CLOCKS) {
+        return Err(Refusal::Expired(now - expires));
     }
+    // A MAC that is valid for years could be used again by then, for what has its address.
+    if expires > now.saturating_add(VALID.as_secs() + CLOCKS) {
+        return Err(Refusal::Future(expires - now));
+    }
+    Ok(())
 }
 
 /// Returns the seconds since the Unix epoch.
@@ -330,6 +335,10 @@ mod tests {
         let expired = check_expiry(Some(1000), 1001 + CLOCKS);
         assert_eq!(expired, Err(Refusal::Expired(1 + CLOCKS)));
         assert_eq!(check_expiry(Some(u64::MAX), u64::MAX), Ok(()));
+        let longest = VALID.as_secs() + CLOCKS;
+        assert_eq!(check_expiry(Some(1000 + longest), 1000), Ok(()));
+        let future = check_expiry(Some(1001 + longest), 1000);
+        assert_eq!(future, Err(Refusal::Future(longest + 1)), "it could be used for years");
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::refusal::Refusals;
 use super::table::{MOST, Table};
 use crate::backoff::Backoff;
 use crate::error::Result;
-use crate::etcd::{Client, Watch, WatchEnd};
+use crate::etcd::{Client, NOTICED_AFTER, Watch, WatchEnd};
 use crate::setup::{FleetAddress, FleetSecret};
 
 /// The time between complete lists.
@@ -69,6 +69,9 @@ pub fn follow(fleet: &FleetAddress, secret: Option<&FleetSecret>) -> Result<Flee
         client: fleet.client()?,
         prefix: fleet.prefix(),
         grace: fleet.lease,
+        contact: Instant::now(),
+        is_lost: false,
+        strict_at: None,
         resume: None,
         published: Published {
             table: Table::new(fleet.clone(), secret.cloned(), refusals.clone()),
@@ -106,6 +109,12 @@ struct Follower {
     prefix: String,
     /// The time in which instances register again after an outage.
     grace: Duration,
+    /// The last time at which etcd has answered.
+    contact: Instant,
+    /// True if changes were lost.
+    is_lost: bool,
+    /// The end of the time after an outage in which nothing leaves the list.
+    strict_at: Option<Instant>,
     /// The revision at which a watch can continue.
     resume: Option<u64>,
     published: Published,
@@ -116,11 +125,8 @@ struct Follower {
 
 impl Follower {
     async fn run(mut self) {
-        let mut strict = true;
         loop {
-            let ended = self.round(strict).await;
-            strict = ended.is_ok();
-            if let Err(why) = ended {
+            if let Err(why) = self.round().await {
                 self.failed.send_replace(Some(why));
                 tokio::time::sleep(self.backoff.next()).await; // before the next attempt
             }
@@ -128,46 +134,64 @@ impl Follower {
     }
 
     /// Lists the registrations, unless a watch can continue, and applies changes until it is time
-    /// for the next list. A strict list removes missing entries.
-    async fn round(&mut self, strict: bool) -> std::result::Result<(), String> {
+    /// for the next list.
+    async fn round(&mut self) -> std::result::Result<(), String> {
+        // After a shorter absence no lease has ended: a restarted etcd gives each its whole time,
+        // and one that hangs is noticed later.
+        let was_away = self.contact.elapsed() > NOTICED_AFTER;
+        let lost = std::mem::take(&mut self.is_lost) && self.strict_at.is_none();
+        if was_away || lost {
+            self.strict_at = Some(Instant::now() + self.grace);
+        } else if self.strict_at.is_some_and(|at| at <= Instant::now()) {
+            self.strict_at = None;
+        }
+        let strict = self.strict_at.is_none();
         let from = match self.resume.take() {
             Some(from) => from,
-            None => self.list(strict).await? + 1,
+            None => self.list(strict).await?.saturating_add(1),
         };
-        let ended = Watch::open(&self.client, &self.prefix, from).await;
-        let mut watch = ended.map_err(|end| ended_at(&mut self.resume, from, &end))?;
+        let Follower { client, prefix, published, .. } = self;
+        let mut watch = match Watch::open(client, prefix, from).await {
+            Ok(watch) => watch,
+            Err(end) => {
+                self.is_lost = matches!(end, WatchEnd::Lost(_));
+                self.resume = matches!(end, WatchEnd::Cut(_)).then_some(from);
+                return Err(end.to_string());
+            }
+        };
+        if was_away {
+            self.strict_at = Some(Instant::now() + self.grace);
+        }
         self.failed.send_if_modified(|failed| failed.take().is_some());
         self.backoff.reset();
-        let until = Instant::now() + if strict { LIST } else { self.grace };
-        while let Ok(changes) = timeout_at(until, watch.changes()).await {
-            match changes {
-                Ok(changes) => {
-                    changes
-                        .into_iter()
-                        .for_each(|change| self.published.table.apply(change, strict));
-                    self.published.publish();
+        let until = self.strict_at.unwrap_or_else(|| Instant::now() + LIST);
+        let ended = loop {
+            match timeout_at(until, watch.changes()).await {
+                Ok(Ok(changes)) => {
+                    changes.into_iter().for_each(|change| published.table.apply(change, strict));
+                    published.publish();
                 }
-                Err(end) => return Err(ended_at(&mut self.resume, watch.next_revision(), &end)),
+                Ok(Err(end)) => break Some(end),
+                Err(_) => break None,
             }
-        }
-        Ok(())
+        };
+        self.contact = watch.contact();
+        let Some(end) = ended else { return Ok(()) };
+        self.is_lost = matches!(end, WatchEnd::Lost(_));
+        self.resume = matches!(end, WatchEnd::Cut(_)).then_some(watch.next_revision());
+        Err(end.to_string())
     }
 
-    /// Reads the complete list, and returns its revision.
+    /// Reads the complete list, and returns its revision. A strict list removes missing entries.
     async fn list(&mut self, strict: bool) -> std::result::Result<u64, String> {
         let table = &self.published.table;
         let mut entries = table.begin(strict);
         let each = |entry| table.add(&mut entries, entry, strict);
         let listed = self.client.list(&self.prefix, MOST, each).await;
         let revision = listed.map_err(|error| error.to_string())?;
+        self.contact = Instant::now();
         self.published.table.replace(entries);
         self.published.publish();
         Ok(revision)
     }
-}
-
-/// Notes where another watch can continue, if one can.
-fn ended_at(resume: &mut Option<u64>, next: u64, end: &WatchEnd) -> String {
-    *resume = matches!(end, WatchEnd::Cut(_)).then_some(next);
-    end.to_string()
 }

@@ -19,13 +19,16 @@ pub enum Refusal {
     Forged,
     /// It expired this many seconds ago.
     Expired(u64),
+    /// It is valid for longer than any registration: for this many seconds.
+    Future(u64),
     /// The fleet has too many entries.
     Full,
 }
 
 impl Refusal {
     /// The reasons' names, by [`index`](Self::index).
-    const NAMES: [&str; 7] = ["key", "size", "malformed", "unsigned", "forged", "expired", "full"];
+    const NAMES: [&str; 8] =
+        ["key", "size", "malformed", "unsigned", "forged", "expired", "future", "full"];
 
     /// Returns the name of the reason, for metrics.
     pub fn as_str(&self) -> &'static str {
@@ -40,7 +43,8 @@ impl Refusal {
             Refusal::Unsigned => 3,
             Refusal::Forged => 4,
             Refusal::Expired(_) => 5,
-            Refusal::Full => 6,
+            Refusal::Future(_) => 6,
+            Refusal::Full => 7,
         }
     }
 }
@@ -60,6 +64,12 @@ impl fmt::Display for Refusal {
             ),
             Refusal::Expired(seconds) => {
                 write!(f, "it expired {seconds} s ago: synchronize the hosts' clocks, or delete it")
+            }
+            Refusal::Future(seconds) => {
+                write!(
+                    f,
+                    "it is valid for {seconds} s: synchronize the hosts' clocks, or delete it"
+                )
             }
             Refusal::Full => f.write_str("the fleet has too many entries; delete those of others"),
         }

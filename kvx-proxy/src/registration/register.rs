@@ -12,8 +12,9 @@ use crate::etcd::{CallError, Client};
 use crate::random::random_bytes;
 use crate::setup::{FleetAddress, FleetSecret};
 
-/// The time that leaving may take while etcd does not answer. The lease then ends by itself.
-const LEAVE: Duration = Duration::from_secs(3);
+/// The time that leaving may take while etcd does not answer: two of its members are asked. The
+/// lease then ends by itself.
+const LEAVE: Duration = Duration::from_secs(6);
 
 /// A registered instance. Dropping it deletes the registration too, without waiting.
 #[derive(Debug)]
@@ -44,7 +45,7 @@ impl Registered {
     }
 
     /// Deletes the registration, so that routers send nothing new. The instance then finishes what
-    /// it has. Takes at most 3 s while etcd does not answer; routers learn it when the lease ends.
+    /// it has. Takes at most 6 s while etcd does not answer; routers learn it when the lease ends.
     pub async fn leave(self) {
         drop(self.stop);
         // An error: the thread has ended, as it should.
@@ -143,6 +144,7 @@ impl Keeper {
                 // The lease may live: etcd's clocks stand still while it is away.
                 Err(error) => {
                     self.reporter.failed(error);
+                    renew_at = Instant::now(); // etcd may be back with older data
                     pause = self.backoff.next().min(every);
                 }
             }

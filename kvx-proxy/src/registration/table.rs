@@ -145,6 +145,10 @@ mod tests {
         KeyValue { key: own.key.clone().into(), value: own.value_until(expires).into(), created }
     }
 
+    fn soon() -> u64 {
+        now() + 100
+    }
+
     fn ids(table: &Table) -> Vec<u64> {
         table.registrations().iter().map(|one| one.id).collect()
     }
@@ -158,13 +162,13 @@ mod tests {
     #[test]
     fn changes_and_lists_make_the_same_table() {
         let (mut table, _) = table();
-        table.apply(Change::Put(entry(1, 1, 1, u64::MAX)), true);
-        table.apply(Change::Put(entry(2, 2, 2, u64::MAX)), true);
+        table.apply(Change::Put(entry(1, 1, 1, soon())), true);
+        table.apply(Change::Put(entry(2, 2, 2, soon())), true);
         assert_eq!(ids(&table), [1, 2]);
         let key = fleet().key(Role::Decode, 1);
         table.apply(Change::Deleted(key.into()), true);
         assert_eq!(ids(&table), [2]);
-        list(&mut table, &[entry(3, 3, 3, u64::MAX)], true);
+        list(&mut table, &[entry(3, 3, 3, soon())], true);
         assert_eq!(ids(&table), [3]);
     }
 
@@ -172,7 +176,7 @@ mod tests {
     fn after_an_outage_nothing_leaves_before_instances_could_register_again() {
         let (mut table, refusals) = table();
         let old = now() - 1000;
-        let mut known = entry(1, 1, 1, u64::MAX);
+        let mut known = entry(1, 1, 1, soon());
         table.apply(Change::Put(known.clone()), true);
         list(&mut table, &[], false);
         assert_eq!(ids(&table), [1], "etcd has lost its data");
@@ -196,16 +200,16 @@ mod tests {
     #[test]
     fn of_two_processes_at_an_address_the_later_one_counts() {
         let (mut table, _) = table();
-        table.apply(Change::Put(entry(9, 1, 5, u64::MAX)), true);
-        table.apply(Change::Put(entry(3, 1, 7, u64::MAX)), true);
-        table.apply(Change::Put(entry(4, 1, 6, u64::MAX)), true);
+        table.apply(Change::Put(entry(9, 1, 5, soon())), true);
+        table.apply(Change::Put(entry(3, 1, 7, soon())), true);
+        table.apply(Change::Put(entry(4, 1, 6, soon())), true);
         assert_eq!(ids(&table), [3]);
     }
 
     #[test]
     fn an_entry_that_becomes_invalid_leaves_and_is_counted() {
         let (mut table, refusals) = table();
-        let valid = entry(1, 1, 1, u64::MAX);
+        let valid = entry(1, 1, 1, soon());
         table.apply(Change::Put(valid.clone()), true);
         table.apply(Change::Put(KeyValue { value: b"{}".into(), ..valid }), true);
         assert_eq!(ids(&table), [0; 0]);
@@ -217,7 +221,7 @@ mod tests {
     fn entries_are_limited() {
         let (mut table, refusals) = table();
         let entries: Vec<_> =
-            (0..=MOST).map(|at| entry(at as u64, 1 + at as u16, 1, u64::MAX)).collect();
+            (0..=MOST).map(|at| entry(at as u64, 1 + at as u16, 1, soon())).collect();
         list(&mut table, &entries, true);
         assert_eq!(table.registrations().len(), MOST);
         table.apply(Change::Put(entries[0].clone()), true);

@@ -170,7 +170,6 @@ pub(super) async fn remove(
         core.change_fleet(|fleet| {
             let pool = place.pool_in(fleet)?;
             match fleet.find(pool, role, name).map(|known| &known.origin) {
-                // Without an operator's settings it gets those of its provider again.
                 Some(Origin::Discovered { provider, is_changed: false, .. }) => {
                     let words = format!(
                         "{provider} would find {name} again; POST it with \"draining\": true until it \
@@ -178,6 +177,7 @@ pub(super) async fn remove(
                     );
                     Err(ApiError::client(StatusCode::CONFLICT, words))
                 }
+                Some(Origin::Discovered { .. }) => Ok(fleet.handed_back(pool, role, name)),
                 Some(_) => Ok(fleet.without(pool, role, name)),
                 None => {
                     let words =

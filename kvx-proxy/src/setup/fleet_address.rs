@@ -52,9 +52,11 @@ impl FleetAddress {
     ///
     /// Fails for other texts, and for https without the feature `tls`.
     pub fn new(url: &str) -> Result<Self> {
+        // A password is not repeated in the error.
+        let shown = url.rsplit_once('@').map_or(url, |(_, after)| after);
         let wrong = |why: &str| {
             Error::new(format!(
-                "{url:?} {why}; write etcd://HOST:PORT[,HOST:PORT]/FLEET, or etcd+https://"
+                "{shown:?} {why}; write etcd://HOST:PORT[,HOST:PORT]/FLEET, or etcd+https://"
             ))
         };
         let (scheme, rest) = match url.split_once("://") {
@@ -123,7 +125,8 @@ impl FleetAddress {
         let [ca, certificate, key] =
             ["ETCD_AUTH_CA", "ETCD_AUTH_CLIENT_CERT", "ETCD_AUTH_CLIENT_KEY"]
                 .map(|name| set(name).map(PathBuf::from));
-        let fleet = self.with_tls_files(ca, certificate, key);
+        let TlsFiles { ca: own, certificate: chain, key: private } = self.files.clone();
+        let fleet = self.with_tls_files(ca.or(own), certificate.or(chain), key.or(private));
         match std::env::var("ETCD_AUTH_USERNAME") {
             Ok(user) if !user.is_empty() => {
                 fleet.with_login(user, std::env::var("ETCD_AUTH_PASSWORD").unwrap_or_default())
@@ -178,10 +181,10 @@ mod tests {
             ("etcd://a/f", "needs HOST:PORT"),
             ("etcd://a:1,/f", "needs HOST:PORT"),
             ("etcd://:1/f", "needs HOST:PORT"),
-            ("etcd://me:secret@a:1/f", "ETCD_AUTH_USERNAME"),
+            ("etcd://me:word@a:1/f", "ETCD_AUTH_USERNAME"),
         ] {
             let error = FleetAddress::new(url).map(|_| url).unwrap_err().to_string();
-            assert!(error.contains(words), "{url}: {error}");
+            assert!(error.contains(words) && !error.contains("word@"), "{url}: {error}");
         }
         let https = FleetAddress::new("etcd+https://a:1/f").map_err(|error| error.to_string());
         match cfg!(feature = "tls") {

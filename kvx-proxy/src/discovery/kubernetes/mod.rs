@@ -21,7 +21,7 @@ use self::access::Access;
 use self::api::{Api, ApiError};
 pub(crate) use self::pods::fuzz;
 use self::pods::{Event, Pods};
-use super::{Provider, Reports};
+use super::{Provider, ProviderSettings, Reports};
 use crate::backoff::Backoff;
 use crate::error::Result;
 use crate::fleet::instance::Role;
@@ -71,7 +71,7 @@ pub(super) fn provider(setup: &Setup) -> Option<Provider> {
     let roles = [Role::Prefill, Role::Decode].into_iter();
     let roles = roles.filter(|role| settings.may_find(&settings.pool, *role));
     let places: BTreeSet<_> = roles.map(|role| (settings.pool.clone(), role)).collect();
-    let described = format!("{settings:?}");
+    let described = ProviderSettings::Text(format!("{settings:?}"));
     let run = move |reports: Reports| -> super::ProviderTask {
         Box::pin(async move {
             let follower =
@@ -88,7 +88,8 @@ pub(super) fn provider(setup: &Setup) -> Option<Provider> {
     };
     // The API server says what is gone, so one list without an instance is enough.
     let (name, run) = (NAME.into(), Box::new(run));
-    Some(Provider { name, settings: described, absences: 1, places, run })
+    let every = TIMES.resend;
+    Some(Provider { name, settings: described, every, absences: 1, places, run })
 }
 
 struct Follower {
@@ -206,7 +207,7 @@ impl Follower {
                 }
                 Ok(None) => break,
                 Err(why) => {
-                    tracing::debug!(why, "a watch of pods was cut; it continues");
+                    tracing::debug!(%why, "a watch of pods was cut; it continues");
                     break;
                 }
             }

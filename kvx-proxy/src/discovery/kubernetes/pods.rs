@@ -52,7 +52,7 @@ pub(super) struct Page {
 impl Page {
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
         let list: PodList = serde_json::from_slice(bytes)
-            .map_err(|error| format!("not a list of pods: {error}"))?;
+            .map_err(|error| format!("not a list of pods: {}", shown(&error.to_string())))?;
         if list.kind != "PodList" {
             return Err(format!("not a list of pods, but {}", shown(&list.kind)));
         }
@@ -177,8 +177,9 @@ pub(super) struct Status {
 
 impl Event {
     pub(super) fn parse(line: &[u8]) -> Result<Self, String> {
-        let invalid =
-            |error: serde_json::Error| format!("a line is not of a watch of pods: {error}");
+        let invalid = |error: serde_json::Error| {
+            format!("a line is not of a watch of pods: {}", shown(&error.to_string()))
+        };
         let line: Line<'_> = serde_json::from_slice(line).map_err(invalid)?;
         let pod = || -> Result<(Box<Pod>, String), String> {
             let mut pod: Box<Pod> = serde_json::from_str(line.object.get()).map_err(invalid)?;

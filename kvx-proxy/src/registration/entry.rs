@@ -152,7 +152,7 @@ pub(super) fn check_expiry(expires: Option<u64>, now: u64) -> std::result::Resul
     if now > expires.saturating_add(CLOCKS) {
         return Err(Refusal::Expired(now - expires));
     }
-    // A MAC that is valid for years could be used again by then, for what has its address.
+    // An old entry could be written again when another program has its address.
     if expires > now.saturating_add(VALID.as_secs() + CLOCKS) {
         return Err(Refusal::Future(expires - now));
     }

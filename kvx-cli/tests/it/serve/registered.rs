@@ -125,7 +125,7 @@ fn wait_until_up(client: &Host, count: usize, when: &str) {
     }
 }
 
-/// What clients have seen.
+/// The observations of all clients.
 #[derive(Default)]
 struct Seen {
     is_over: AtomicBool,

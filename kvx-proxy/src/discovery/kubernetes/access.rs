@@ -1,4 +1,4 @@
-//! The address of the API server, and what proves who asks.
+//! The address of the API server, and the credentials for it.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -89,7 +89,7 @@ impl Access {
     }
 }
 
-/// Returns true if nobody but this host sees what is sent to it.
+/// Returns true if the connection stays on this host.
 fn is_loopback(endpoint: &Endpoint) -> bool {
     let url: Option<Uri> = endpoint.url().parse().ok();
     let host = url.as_ref().and_then(Uri::host).unwrap_or_default().trim_matches(['[', ']']);

@@ -70,7 +70,7 @@ fn version(version: String) -> Result<String, String> {
     }
 }
 
-/// What kvx reads of a pod.
+/// The fields of a pod that kvx reads.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(super) struct Pod {

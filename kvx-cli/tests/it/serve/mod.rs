@@ -12,7 +12,7 @@ pub(crate) mod hosts;
 mod matrix;
 mod program;
 mod ranks;
-mod registered;
+pub(crate) mod registered;
 mod registration;
 #[cfg(feature = "release")]
 mod releases;

@@ -6,7 +6,8 @@ use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use kvx_testkit::{Tier, kill_after, skip, test};
+use kvx_testkit::{Tier, kill_after, skip, test, trial_within};
+use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -173,16 +174,33 @@ fn be_client(client: &Host, number: usize, right: &[Value], seen: &Seen) {
 
 #[test]
 fn three_routers_over_etcd_serve_through_faults() {
+    serve_through_faults([2, 2, 2].map(Duration::from_secs));
+}
+
+/// Returns a trial of the whole run only: etcd hangs for longer than a lease, and is away for a
+/// minute.
+pub(crate) fn trials() -> Vec<Trial> {
+    if !Tier::Whole.runs_or_says("kvx proxy: three routers while etcd is away for a minute") {
+        return Vec::new();
+    }
+    let name = "serve::registered::three_routers_serve_while_etcd_is_away_for_a_minute";
+    let long = || serve_through_faults([20, 60, 5].map(Duration::from_secs));
+    vec![trial_within(10 * LIMIT, name, long)]
+}
+
+/// Serves clients while etcd hangs, is away and cannot be reached, each for some time, and while a
+/// router and each engine are restarted.
+fn serve_through_faults([hung, away, cut]: [Duration; 3]) {
     if kvx_testkit::output(std::process::Command::new("which").arg("etcd"), LIMIT).stdout.is_empty()
     {
         return skip(&this_test(), "etcd is not installed", "cargo xtask test --install");
     }
     let Some(hosts) = Hosts::for_this_test(5) else { return };
-    // A lease takes 15 s. In the whole run etcd is away for a minute.
-    let [hung, away, cut] =
-        if Tier::Whole.runs() { [20, 60, 5] } else { [2, 2, 2] }.map(Duration::from_secs);
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"))
-        .join(format!("registered-{}.etcd", std::process::id()));
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!(
+        "registered-{}-{}.etcd",
+        std::process::id(),
+        away.as_secs()
+    ));
     let client = &hosts.each[4];
     let mut list = etcd(&hosts.each[0], &folder);
     let mut engines = [PREFILLS, DECODES].concat().into_iter().map(|at| (at, engine(&hosts, at)));

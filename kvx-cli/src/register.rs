@@ -51,11 +51,6 @@ impl Arguments {
     }
 }
 
-/// Returns true if a URL is of this host only.
-fn is_loopback(url: &str) -> bool {
-    ["//127.", "//localhost", "//[::1]"].iter().any(|host| url.contains(host))
-}
-
 /// Runs the command until a signal ends it.
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let fleet = FleetAddress::new(&arguments.fleet)?.with_environment();
@@ -63,12 +58,6 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     let secret = kvx::Secret::from_environment()?;
     let secret = secret.map(|secret| FleetSecret::new(*secret.bytes()));
     crate::log_to_standard_error();
-    if arguments.url.is_none() && is_loopback(&arguments.watch) {
-        eprintln!(
-            "kvx: routers on other hosts cannot reach {}: name the engine's address with --url",
-            arguments.watch
-        );
-    }
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
     runtime.block_on(async {

@@ -32,15 +32,7 @@ impl ServerRegistration {
                     "{address} is no address for routers: name one with --register-url"
                 )));
             }
-            None => {
-                if address.ip().is_loopback() {
-                    tracing::warn!(
-                        "routers on other hosts cannot reach {address}: name the server's address \
-                         with --register-url"
-                    );
-                }
-                format!("http://{address}")
-            }
+            None => format!("http://{address}"),
         };
         self.instance.insert("url".to_owned(), url.into());
         let instance = Value::Object(self.instance).to_string();

@@ -90,3 +90,22 @@ impl RegisteredInstances {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_secret_or_password_starts_the_provider_anew() {
+        let settings = |secret: u8, password: &str| {
+            let fleet = FleetAddress::new("etcd://a:1/f").unwrap().with_login("me", password);
+            let mut setup = Setup::default();
+            setup.discovery.etcd = Some(fleet);
+            setup.fleet_secret = Some(FleetSecret::new([secret; 32]));
+            provider(&setup).unwrap().settings
+        };
+        assert!(settings(1, "one") == settings(1, "one"));
+        assert!(settings(1, "one") != settings(2, "one"), "the secret differs");
+        assert!(settings(1, "one") != settings(1, "two"), "the password differs");
+    }
+}

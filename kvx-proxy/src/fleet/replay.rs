@@ -110,7 +110,7 @@ enum Policy {
     /// The rule of `cached`, with knowledge of every cache. Loads are those that a router knows:
     /// an instance is busy with all of a prompt until it has computed the whole prompt.
     ExactCaches,
-    /// The same with knowledge of every queue too.
+    /// [`ExactCaches`](Self::ExactCaches), with knowledge of every queue too.
     ExactQueues,
 }
 
@@ -141,7 +141,7 @@ impl Routers {
         Routers { count: 1, policy, events: false }
     }
 
-    /// Returns routers that choose by what is cached.
+    /// Returns routers with the choice `cached`.
     fn cached(count: usize, events: bool) -> Self {
         Routers { count, policy: Policy::Choice("cached"), events }
     }

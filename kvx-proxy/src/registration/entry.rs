@@ -61,7 +61,13 @@ impl OwnEntry {
         };
         let read: Map<String, Value> =
             serde_json::from_str(instance).map_err(|error| wrong(error.to_string()))?;
-        let (role, _) = parse(id, read.clone()).map_err(wrong)?;
+        let (role, registration) = parse(id, read.clone()).map_err(wrong)?;
+        if registration.setup.is_local() {
+            tracing::warn!(
+                "routers on other hosts cannot reach {}: register the address that they reach",
+                registration.setup.name()
+            );
+        }
         let text = Value::Object(read).to_string();
         let raw = RawValue::from_string(text).map_err(|error| wrong(error.to_string()))?;
         let entry = OwnEntry {

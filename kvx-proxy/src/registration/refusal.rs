@@ -19,7 +19,7 @@ pub enum Refusal {
     Forged,
     /// It expired this many seconds ago.
     Expired(u64),
-    /// It is valid for longer than any registration: for this many seconds.
+    /// It expires this many seconds from now, which is later than registrations do.
     Future(u64),
     /// The fleet has too many entries.
     Full,

@@ -230,6 +230,24 @@ async fn a_watch_that_was_cut_off_during_a_compaction_lists_again() {
 }
 
 #[tokio::test]
+async fn a_short_cut_of_a_watch_does_not_delay_departures() {
+    let Some(etcd) = etcd("a_short_cut_of_a_watch_does_not_delay_departures") else {
+        return;
+    };
+    let mut relay = Relay::start(etcd.address()).await;
+    let direct = fleet(&etcd.address(), "f");
+    // After an outage nothing would leave the list for the time of a lease.
+    let followed = fleet(&relay.address(), "f").with_lease(Duration::from_secs(600));
+    let mut list = Lists::follow(&followed, None);
+    let (one, two) = (registered(&direct, PREFILL).await, registered(&direct, DECODE).await);
+    list.wait_for(&[one.id(), two.id()]).await;
+    relay.cut().await;
+    relay.join().await;
+    two.leave().await;
+    list.wait_for(&[one.id()]).await;
+}
+
+#[tokio::test]
 async fn endpoints_that_refuse_or_hang_are_passed_over() {
     let Some(etcd) = etcd("endpoints_that_refuse_or_hang_are_passed_over") else {
         return;
@@ -302,6 +320,9 @@ async fn many_entries_and_large_ones_are_listed_in_pages() {
     assert!(keys.is_sorted());
     keys.dedup();
     assert_eq!(keys.len(), 600);
+    // A list without the rest would take instances for gone.
+    let cut = client.list(&fleet.prefix(), 300, |_| {}).await.unwrap_err();
+    assert!(matches!(cut, CallError::TooMany(300)), "{cut}");
 }
 
 /// Creates the user `root` with the password `right`, and turns users on.

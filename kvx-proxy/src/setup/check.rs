@@ -16,11 +16,6 @@ pub enum Finding {
     Fails(String),
 }
 
-fn is_local(instance: &InstanceSetup) -> bool {
-    let host = instance.url.host().unwrap_or_default();
-    host == "localhost" || host == "[::1]" || host.starts_with("127.")
-}
-
 /// Explains the names of DNS in a pool.
 fn discovery<'a>(setup: &'a Setup, pool: &'a Pool) -> impl Iterator<Item = Finding> + 'a {
     let entries = |role, of: &'a [InstanceSetup]| of.iter().map(move |one| (role, one));
@@ -178,7 +173,7 @@ impl Setup {
             }
             let instances =
                 || pool.prefill.iter().chain(&pool.decode).filter(|one| one.records().is_none());
-            if instances().any(is_local) && instances().any(|one| !is_local(one)) {
+            if instances().any(InstanceSetup::is_local) && instances().any(|one| !one.is_local()) {
                 found.push(Beware(format!(
                     "pool {name} has instances on this host and on others: decode instances must reach the address \
                      that a prefill instance announces (VLLM_NIXL_SIDE_CHANNEL_HOST is localhost if unset)"

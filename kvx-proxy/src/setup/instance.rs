@@ -1,6 +1,7 @@
 //! The configuration of one server: a URL or a table.
 
 use std::fmt;
+use std::net::IpAddr;
 
 use hyper::Uri;
 use serde::de::value::MapAccessDeserializer;
@@ -182,6 +183,12 @@ impl InstanceSetup {
     /// Returns the host, an IPv6 address without brackets.
     pub(crate) fn host(&self) -> &str {
         self.url.host().unwrap_or_default().trim_matches(['[', ']'])
+    }
+
+    /// Returns true if only this host reaches the address.
+    pub(crate) fn is_local(&self) -> bool {
+        let address = self.host().parse::<IpAddr>();
+        self.host() == "localhost" || address.is_ok_and(|address| address.is_loopback())
     }
 
     /// Returns the records that list the instances; `None` if this is one instance.

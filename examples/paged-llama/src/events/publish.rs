@@ -23,7 +23,7 @@ const REQUEST: MessageLimits = MessageLimits { frames: 3, bytes: 1024 };
 const SUBSCRIPTIONS: usize = 16;
 /// The time for a greeting.
 const GREETING: Duration = Duration::from_secs(5);
-/// The time after which a connection that sends nothing is closed. Subscribers answer pings.
+/// The time after which a silent connection is closed. Subscribers answer pings.
 const IDLE: Duration = Duration::from_secs(90);
 /// The time between two pings of a subscriber.
 const PING: Duration = Duration::from_secs(30);

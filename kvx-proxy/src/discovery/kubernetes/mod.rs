@@ -86,9 +86,9 @@ pub(super) fn provider(setup: &Setup) -> Option<Provider> {
             }
         })
     };
-    // The API server says what is gone, so one list without an instance is enough.
     let (name, run) = (NAME.into(), Box::new(run));
     let every = TIMES.resend;
+    // A pod that a list lacks has been deleted, so one absence is enough.
     Some(Provider { name, settings: described, every, absences: 1, places, run })
 }
 

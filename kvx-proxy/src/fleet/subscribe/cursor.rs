@@ -40,11 +40,8 @@ pub(super) struct BatchCursor<'a> {
     /// The pings that were sent, and those that were answered.
     pings: u64,
     pongs: u64,
-    /// Batches that a replay has contained may arrive until this ping is answered.
-    repeats_until: Option<u64>,
-    /// After that answer they may arrive until this time: ZeroMQ answers a ping before the batches
-    /// that wait to be sent.
-    repeats_end: Option<Instant>,
+    /// The end of the time in which batches may arrive that the replay has contained.
+    repeats: Option<RepeatsEnd>,
     running: Option<RunningReplay>,
     /// The batches that have arrived during the replay.
     waiting: WaitingBatches,
@@ -56,6 +53,14 @@ pub(super) struct BatchCursor<'a> {
     replay_pause: Duration,
     /// The end of the latest replay.
     last_replay: Option<Instant>,
+}
+
+/// The end of the time in which batches may be repeated.
+enum RepeatsEnd {
+    /// [`REPEATS`] after the answer to the ping of this number: ZeroMQ answers a ping before the
+    /// batches that wait to be sent.
+    Pong(u64),
+    Time(Instant),
 }
 
 /// Batches with their numbers, in order.
@@ -100,8 +105,7 @@ impl<'a> BatchCursor<'a> {
             next: None,
             pings: 0,
             pongs: 0,
-            repeats_until: None,
-            repeats_end: None,
+            repeats: None,
             running: None,
             waiting: WaitingBatches::default(),
             replay_at: None,
@@ -121,9 +125,8 @@ impl<'a> BatchCursor<'a> {
         self.pongs += 1;
         if !self.has_begun {
             self.start_replay();
-        } else if self.repeats_until.is_some_and(|ping| self.pongs >= ping) {
-            self.repeats_end = Some(Instant::now() + REPEATS);
-            self.repeats_until = None;
+        } else if matches!(self.repeats, Some(RepeatsEnd::Pong(ping)) if self.pongs >= ping) {
+            self.repeats = Some(RepeatsEnd::Time(Instant::now() + REPEATS));
         }
     }
 
@@ -168,7 +171,7 @@ impl<'a> BatchCursor<'a> {
                 let why = replayed.lacks_some.then(|| why.to_owned());
                 self.state.cache().begin(replayed.index, why);
                 self.next = Some(replayed.next);
-                self.repeats_until = Some(self.pings + 1);
+                self.repeats = Some(RepeatsEnd::Pong(self.pings + 1));
                 self.replay_pause = PAUSES.0;
             }
             Err(error) => {
@@ -227,9 +230,10 @@ impl<'a> BatchCursor<'a> {
             None if number == 0 => self.state.cache().begin(EventIndex::default(), None),
             None => {}
             Some(next) if number < next => {
-                let may_wait = self.repeats_end.is_some_and(|end| Instant::now() < end);
-                if self.repeats_until.is_some() || may_wait {
-                    return Ok(());
+                match self.repeats {
+                    Some(RepeatsEnd::Pong(_)) => return Ok(()),
+                    Some(RepeatsEnd::Time(end)) if Instant::now() < end => return Ok(()),
+                    _ => {}
                 }
                 let last = next - 1;
                 return Err(Error::new(format!(
@@ -240,7 +244,7 @@ impl<'a> BatchCursor<'a> {
             Some(_) => {}
         }
         let batch = EventBatch::decode(batch).map_err(unreadable)?;
-        (self.repeats_until, self.repeats_end) = (None, None);
+        self.repeats = None;
         self.next = Some(number.saturating_add(1));
         self.state.cache().counts.batches += 1;
         // Choices look into the cache between two steps.
@@ -270,6 +274,24 @@ impl<'a> BatchCursor<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn batches_that_waited_at_the_publisher_are_no_restart() {
+        let state = State::default();
+        let endpoint = ("127.0.0.1".to_owned(), 1);
+        let source = EventSource { endpoint: endpoint.clone(), replay: Some(endpoint) };
+        let mut cursor = BatchCursor::new(&state, &source, Budget::new(1 << 20));
+        let batch = EventBatch::default().encode();
+        let three = ReplayedIndex { next: 3, ..ReplayedIndex::default() };
+        assert!(cursor.replayed((three, Ok(()))).await.is_ok());
+        let publication = |sequence| Publication { sequence, batch: &batch };
+        assert!(cursor.take(publication(1)).await.is_ok());
+        cursor.pinged();
+        cursor.pong();
+        assert!(cursor.take(publication(2)).await.is_ok(), "ZeroMQ answers pings first");
+        tokio::time::sleep(REPEATS).await;
+        assert!(cursor.take(publication(0)).await.is_err(), "it has restarted");
+    }
 
     #[test]
     fn the_batches_that_wait_are_bounded_and_have_no_hole() {

@@ -174,7 +174,7 @@ impl Scene {
         connection.send(&replay_end(""), LIMIT).await.unwrap();
     }
 
-    /// The same without the end.
+    /// Answers a request for a replay from a number on, and does not end it.
     async fn replays_part_from(
         &self,
         from: u64,
@@ -423,7 +423,7 @@ async fn batches_beyond_the_bound_during_a_replay_are_a_gap() {
     let scene = Scene::new(true).await;
     let publisher = scene.subscriber().await;
     let mut replay = scene.replays_part_from(0, vec![(0, stored(0))]).await;
-    // Of a memory that does not count.
+    // Blocks in another memory are not counted.
     let large = vec![CacheEvent::Stored(Box::new(BlockStored {
         hashes: vec![BlockHash(99)],
         tokens: vec![u32::MAX; MAX_BATCH / 8],
@@ -453,7 +453,7 @@ async fn a_hole_in_a_replay_is_asked_for_once() {
     let scene = Scene::new(true).await;
     let _publisher = scene.subscriber().await;
     let _dropped = scene.replays_part_from(0, vec![(0, stored(0)), (2, stored(1))]).await;
-    // Those before the second hole may have been removed in it.
+    // The missing batches may have removed the blocks before them.
     scene.replays_from(1, vec![(1, stored(1)), (3, stored(0))]).await;
     scene.until(KnowledgeLevel::Degraded, 1).await;
 }

@@ -15,6 +15,7 @@ mod explain;
 mod fleet;
 #[doc(hidden)]
 pub mod fuzz;
+mod last_errors;
 mod lines;
 mod log;
 mod metrics;
@@ -30,6 +31,7 @@ mod serve;
 pub mod server;
 mod setup;
 mod sse;
+mod timeline;
 mod tls_files;
 mod upstream;
 mod zmtp;

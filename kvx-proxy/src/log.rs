@@ -1,13 +1,12 @@
-//! The access log, and the last errors for the page.
+//! The access log.
 
-use std::collections::VecDeque;
 use std::fs::OpenOptions;
 use std::io::{BufWriter, ErrorKind, Write};
 use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::error::{Error, Result};
@@ -144,27 +143,6 @@ pub(crate) fn shown(text: &str) -> String {
         }
     }
     shown
-}
-
-/// The most recent errors, for `/status`.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct LastErrors(Arc<Mutex<VecDeque<serde_json::Value>>>);
-
-impl LastErrors {
-    const KEPT: usize = 32;
-
-    pub(crate) fn add(&self, instance: &str, what: &str) {
-        let what = shown(what);
-        let mut errors = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if errors.len() == Self::KEPT {
-            errors.pop_back();
-        }
-        errors.push_front(serde_json::json!({"time": now(), "instance": instance, "what": what}));
-    }
-
-    pub(crate) fn list(&self) -> Vec<serde_json::Value> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect()
-    }
 }
 
 #[cfg(test)]

@@ -118,10 +118,23 @@ impl RequestOutcome {
             RequestOutcome::Refused => "refused",
         }
     }
+
+    /// Returns true if the client is not the reason for the outcome.
+    pub(crate) fn is_failure(self) -> bool {
+        !matches!(
+            self,
+            RequestOutcome::Ok | RequestOutcome::ClientError | RequestOutcome::ClientGone
+        )
+    }
 }
 
 fn add(counts: &Counts, one: &'static str, other: &'static str) {
     *counts.lock().unwrap_or_else(PoisonError::into_inner).entry((one, other)).or_default() += 1;
+}
+
+fn by_first_label(counts: &Counts) -> BTreeMap<&'static str, u64> {
+    let counts = counts.lock().unwrap_or_else(PoisonError::into_inner);
+    counts.iter().map(|((label, _), count)| (*label, *count)).collect()
 }
 
 impl Default for Metrics {
@@ -197,8 +210,12 @@ impl Metrics {
 
     /// Returns the number of finished requests by outcome.
     pub(crate) fn outcomes(&self) -> BTreeMap<&'static str, u64> {
-        let counts = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        counts.iter().map(|((outcome, _), count)| (*outcome, *count)).collect()
+        by_first_label(&self.requests)
+    }
+
+    /// Returns the number of ejections by reason.
+    pub(crate) fn ejections(&self) -> BTreeMap<&'static str, u64> {
+        by_first_label(&self.ejections)
     }
 
     /// Renders the metrics in the text format of Prometheus.

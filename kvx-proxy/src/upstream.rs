@@ -12,8 +12,10 @@ use hyper::{Method, Request, Response, StatusCode, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::{HttpConnector, capture_connection};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use serde_json::Value;
 use tokio::time::{Instant, timeout_at};
 
+use crate::log::shown;
 use crate::release::Delivery;
 use crate::setup::{InstanceSetup, Setup};
 
@@ -44,6 +46,12 @@ impl Fault {
     /// unchanged.
     pub(crate) fn not_accepted(&self) -> bool {
         matches!(self, Fault::Refused(_) | Fault::Unreached(_) | Fault::Busy(_))
+    }
+
+    /// Returns the fault of a stream that begins with these events, an error among them.
+    pub(crate) fn failed_stream(events: &[u8]) -> Self {
+        let said = quoted_event(events).map_or_else(String::new, |said| format!(": {said}"));
+        Fault::Broken(format!("its stream begins with an error{said}"))
     }
 
     /// Returns true if the only reason is a timeout.
@@ -79,12 +87,46 @@ impl fmt::Display for Fault {
             Fault::Refused(why) => write!(f, "could not be reached: {why}"),
             Fault::Unreached(why) => write!(f, "accepted no connection in time: {why}"),
             Fault::Busy(response) | Fault::Status(response) => {
-                write!(f, "answered with status {}", response.status().as_u16())
+                write!(f, "answered with status {}", response.status().as_u16())?;
+                match quoted(response.body()) {
+                    Some(said) => write!(f, ": {said}"),
+                    None => Ok(()),
+                }
             }
             Fault::Broken(why) => write!(f, "broke off: {why}"),
             Fault::Late(why) => write!(f, "was silent: {why}"),
         }
     }
+}
+
+/// The most bytes of an error that are read for its message.
+const LONGEST_ERROR: usize = 16 << 10;
+
+/// Returns the message of an error that an instance answered, [`shown`] in one line; `None` if it
+/// has no text.
+pub(crate) fn quoted(body: &[u8]) -> Option<String> {
+    let body = &body[..body.len().min(LONGEST_ERROR)];
+    let value: Option<Value> = serde_json::from_slice(body).ok();
+    // OpenAI's form, an older one of vLLM, and FastAPI's.
+    let message = value.as_ref().and_then(|value| {
+        ["/error/message", "/message", "/detail", "/error"]
+            .iter()
+            .find_map(|path| value.pointer(path).and_then(Value::as_str))
+    });
+    let text = match message {
+        Some(message) => message.trim(),
+        None => std::str::from_utf8(body).ok()?.trim(),
+    };
+    (!text.is_empty()).then(|| shown(text))
+}
+
+/// Returns the message of the last error among a stream's events, as [`quoted`].
+pub(crate) fn quoted_event(events: &[u8]) -> Option<String> {
+    let lines = events.split(|byte| matches!(byte, b'\n' | b'\r'));
+    let data = lines.filter_map(|line| line.strip_prefix(b"data:").map(<[u8]>::trim_ascii));
+    let mut errors =
+        data.filter(|data| data.starts_with(b"{\"error\"") || data.starts_with(b"{ \"error\""));
+    errors.next_back().and_then(quoted)
 }
 
 /// The two kinds of pooled connections, HTTP/1.1 and HTTP/2 without TLS.
@@ -273,6 +315,32 @@ pub(crate) fn json_headers(headers: &mut HeaderMap, length: usize) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_is_quoted_by_its_message_escaped_and_cut() {
+        for (body, wanted) in [
+            (r#"{"error": {"message": "out of\nmemory", "code": 500}}"#, Some("out of\\nmemory")),
+            (r#"{"object": "error", "message": "no blocks"}"#, Some("no blocks")),
+            (r#"{"detail": "Not Found"}"#, Some("Not Found")),
+            ("Internal Server Error\n", Some("Internal Server Error")),
+            (r#"{"code": 7}"#, Some(r#"{"code": 7}"#)),
+            ("  ", None),
+        ] {
+            assert_eq!(quoted(body.as_bytes()).as_deref(), wanted, "{body}");
+        }
+        assert_eq!(quoted(b"\x1f\x8b\xff"), None, "compressed");
+        assert!(quoted("x".repeat(1 << 20).as_bytes()).unwrap().len() <= 300);
+        let events =
+            b"data: {\"id\": 1}\n\ndata: {\"error\": {\"message\": \"lost\"}}\n\ndata: [DONE]\n\n";
+        assert_eq!(quoted_event(events).as_deref(), Some("lost"));
+        let fault = Fault::failed_stream(events).to_string();
+        assert_eq!(fault, "broke off: its stream begins with an error: lost");
+        let body = Bytes::from_static(br#"{"error": {"message": "lost"}}"#);
+        let mut response = Response::new(body);
+        *response.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+        let fault = Fault::Status(Box::new(response));
+        assert_eq!(fault.to_string(), "answered with status 500: lost");
+    }
 
     #[test]
     fn a_small_piece_does_not_keep_the_buffer_that_it_was_read_into() {

@@ -25,6 +25,9 @@ const PREFILL: [Stage; 3] = [
 ];
 const DECODE: [Stage; 2] = [PREFILL[0], PREFILL[2]];
 
+/// An instance that gets requests and fails this many in a row is called `failing`, not `up`.
+const FAILING: u32 = 3;
+
 /// An instance that would be chosen, and the report about all candidates.
 pub(crate) type Ranking = (Option<Arc<Instance>>, SideReport);
 
@@ -76,6 +79,7 @@ impl Instance {
         let state = &self.state;
         match () {
             () if self.setup.draining => "draining",
+            () if state.is_sound() && state.failed_in_a_row() >= FAILING => "failing",
             () if state.is_sound() => "up",
             () if !state.is_checked() => "not checked yet",
             () if state.is_down() => "down",

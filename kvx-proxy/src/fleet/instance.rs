@@ -94,6 +94,8 @@ pub(crate) struct Instance {
     pub(crate) pool: usize,
     pub(crate) pool_name: String,
     pub(crate) origin: Origin,
+    /// The instance's name, for what outlives the instance.
+    pub(crate) shared_name: Arc<str>,
     /// A hash of the instance's name, for prefix affinity.
     pub(crate) hash: u64,
     pub(crate) state: Arc<State>,
@@ -253,6 +255,11 @@ impl State {
 
     pub(crate) fn requests(&self) -> u64 {
         self.requests.load(Relaxed)
+    }
+
+    /// Returns how many of the last requests failed, one after the other.
+    pub(crate) fn failed_in_a_row(&self) -> u32 {
+        lock(&self.faults).requests
     }
 
     pub(crate) fn last_fault(&self) -> Option<String> {

@@ -165,7 +165,9 @@ impl Fleet {
         let state =
             known.map_or_else(|| Arc::new(State::default()), |known| Arc::clone(&known.state));
         let hash = choice::hash(setup.name().as_bytes());
-        let instance = Arc::new(Instance { setup, role, pool, pool_name, origin, hash, state });
+        let shared_name = setup.name().into();
+        let instance =
+            Arc::new(Instance { setup, role, pool, pool_name, origin, shared_name, hash, state });
         self.of_mut(role).push(instance);
     }
 

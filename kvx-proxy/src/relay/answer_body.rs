@@ -23,7 +23,7 @@ use crate::fleet::instance::{InFlight, Reason};
 use crate::metrics::RequestOutcome;
 use crate::request::{headers, without_transfer_params};
 use crate::sse::{self, WholeEvents};
-use crate::upstream::{compact, words};
+use crate::upstream::{compact, quoted_event, words};
 
 /// The resources that an answer holds until it ends.
 pub(crate) struct AnswerResources {
@@ -35,6 +35,8 @@ pub(crate) struct AnswerResources {
     pub(crate) capture: Option<Capture>,
     /// Hosts and engine ids that the legs named.
     pub(crate) named: Vec<String>,
+    /// The message of the last error among the events.
+    pub(crate) error: Option<String>,
     /// The request's part of the share of fallbacks.
     pub(crate) _fallback: Option<FallbackPermit>,
     /// The admission slot of the request.
@@ -53,12 +55,14 @@ pub(crate) fn pass(
     headers::drop_hop_by_hop(&mut parts.headers);
     headers::drop_instance(&mut parts.headers, held.decode.instance.name());
     let is_error = parts.status.as_u16() >= 400 || first.starts_with(b"{\"error\"");
-    if events.as_mut().is_some_and(WholeEvents::take_error) {
-        first = held.redacted(&mut record, &first);
+    if let Some(events) = &mut events
+        && events.take_error()
+    {
+        first = held.redacted(&mut record, &first, events);
     } else if events.is_none() && is_error {
         let redaction = Redaction::new(&held.live.fleet, &held.named, &record.id);
         if let Some(original) = redaction.error(&mut parts, &mut first) {
-            record.hid(held.decode.instance.name(), &original);
+            record.hid(held.decode.instance.name(), &original, false);
         }
     }
     if events.is_some() {
@@ -116,12 +120,14 @@ pub(crate) fn pass(
 
 impl AnswerResources {
     /// Removes addresses from the errors among these events. The log keeps them.
-    fn redacted(&self, record: &mut Record, events: &Bytes) -> Bytes {
+    fn redacted(&mut self, record: &mut Record, events: &Bytes, all: &WholeEvents) -> Bytes {
+        self.error = quoted_event(events).or(self.error.take());
         let redaction = Redaction::new(&self.live.fleet, &self.named, &record.id);
         let redacted =
             sse::with_data(events, |data| redaction.event(&String::from_utf8_lossy(data)));
         if redacted != events {
-            record.hid(self.decode.instance.name(), &String::from_utf8_lossy(events));
+            let said = String::from_utf8_lossy(events);
+            record.hid(self.decode.instance.name(), &said, all.has_failed());
         }
         redacted
     }
@@ -137,12 +143,10 @@ impl AnswerResources {
     ) {
         let instance = &self.decode.instance;
         if events.is_some_and(WholeEvents::has_failed) {
-            record.core().blame_for(
-                &self.live,
-                instance,
-                Reason::Errors,
-                "decode leg: its stream reported an error",
-            );
+            let said = self.error.as_ref().map_or_else(String::new, |said| format!(": {said}"));
+            let what = format!("decode leg: its stream reported an error{said}");
+            record.core().blame_for(&self.live, instance, Reason::Errors, &what);
+            record.set_error_if_none(&format!("instance {}: {what}", instance.name()));
         } else {
             instance.state.succeeded();
         }
@@ -196,8 +200,8 @@ impl AnswerBody {
             }
         }
         let Some((mut record, mut held)) = self.work.take() else { return Poll::Ready(None) };
-        if fails {
-            left = held.redacted(&mut record, &left);
+        if let Some(events) = self.events.as_ref().filter(|_| fails) {
+            left = held.redacted(&mut record, &left, events);
         }
         if let Some(capture) = &mut held.capture {
             capture.push(&left);
@@ -311,8 +315,8 @@ impl hyper::body::Body for AnswerBody {
             if ready.is_empty() {
                 continue;
             }
-            if fails {
-                ready = held.redacted(record, &ready);
+            if let Some(events) = this.events.as_ref().filter(|_| fails) {
+                ready = held.redacted(record, &ready, events);
             }
             if let Some(capture) = &mut held.capture {
                 capture.push(&ready);

@@ -15,13 +15,15 @@ use crate::error::Result;
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, Reason};
 use crate::fleet::watch::{WatchScope, round};
-use crate::log::{AccessLogger, LastErrors};
+use crate::last_errors::LastErrors;
+use crate::log::AccessLogger;
 use crate::metrics::Metrics;
 use crate::recording::writer::Recorder;
 use crate::release::Releases;
 use crate::request::headers;
 use crate::serve::keys::Keys;
 use crate::setup::Setup;
+use crate::timeline::History;
 use crate::upstream::{Fault, Upstream};
 
 /// State built from a configuration. A new configuration replaces it as a whole; requests in
@@ -85,6 +87,7 @@ pub(crate) struct Core {
     pub(crate) access: AccessLogger,
     pub(crate) recorder: Recorder,
     pub(crate) errors: LastErrors,
+    pub(crate) history: History,
     pub(crate) budget: RetryBudget,
     pub(crate) conversations: Conversations,
     pub(crate) fallbacks: Fallbacks,
@@ -133,6 +136,7 @@ impl Core {
             access,
             recorder,
             errors: LastErrors::default(),
+            history: History::default(),
             budget: RetryBudget::default(),
             conversations: Conversations::default(),
             fallbacks: Fallbacks::default(),

@@ -133,7 +133,7 @@ async fn run(
                 if !job.may_retry("decode") {
                     return Ok(job.pass(opened, decode, None, None));
                 }
-                let fault = Fault::Broken("its stream begins with an error".to_owned());
+                let fault = Fault::failed_stream(&opened.first);
                 job.core.blame(&job.live, &decode.instance, &fault);
                 avoid.push(Arc::clone(&decode.instance));
                 continue;

@@ -107,7 +107,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
             return job.give_up(last, |fleet| fleet.why_unserved(model, &BOTH));
         };
         let prefill_instance = Arc::clone(&prefill.instance);
-        job.record.prefill(prefill_instance.name(), None);
+        job.record.prefill(&prefill_instance, None);
         let error = 'handover: {
             let Handover { sent, mut beside, mut kept } =
                 match hand_over(&mut job, prefill, &body, &mut turn).await {
@@ -138,7 +138,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
                                 None,
                             ));
                         }
-                        let fault = Fault::Broken("its stream begins with an error".to_owned());
+                        let fault = Fault::failed_stream(&opened.first);
                         job.core.blame(&live, &decode.instance, &fault);
                         fault
                     }
@@ -178,7 +178,7 @@ pub(crate) async fn completion(mut job: Job, asked: CompletionRequest) -> JobRes
         };
         match error {
             HandoverError::Rejected(response) => {
-                return Ok(job.pass_whole(&prefill_instance, *response));
+                return Ok(job.pass_whole(&prefill_instance, *response, false));
             }
             HandoverError::Refused(error) => return Err(job.refused(error)),
             HandoverError::Stopped => {
@@ -313,7 +313,8 @@ fn concurrent_handover(
     told: ExpectedSource,
 ) -> Handover {
     let sent = LegRequest::json(&job.path, &job.headers, legs.prefill).for_rank(rank);
-    let task = PrefillTask::start(&job.core, &job.live, prefill, sent, job.until);
+    let log = job.record.legs();
+    let task = PrefillTask::start(&job.core, &job.live, log, prefill, sent, job.until);
     Handover {
         sent: LegRequest::json(&job.path, &job.headers, legs.decode),
         beside: Some((task, told)),
@@ -339,11 +340,11 @@ async fn sequential_handover(
     };
     let leg = body.with_changes(&sketch, &leg);
     let sent = LegRequest::json(&job.path, &job.headers, leg).for_rank(rank);
-    let ended = legs::prefill(&job.core, &job.live, &prefill, sent, job.until).await;
+    let ended = legs::prefill(job.legs(), &prefill, sent, job.until).await;
     let prefilled = ended.map_err(handover_error)?;
     let params = prefilled.answer.params.as_ref();
     let kept = OrphanGuard::new(&job.core.releases, prefill.instance.name(), params);
-    job.record.prefill(prefill.instance.name(), Some(prefilled.time));
+    job.record.prefill(&prefill.instance, Some(prefilled.time));
     if let Some(params) = &prefilled.answer.params {
         job.named
             .extend([&params.remote_engine_id, &params.remote_host].into_iter().flatten().cloned());

@@ -16,7 +16,7 @@ use super::answer_head::{AnswerHead, AnswerKind};
 use super::api_error::ApiError;
 use super::core::{Core, LiveSetup};
 use super::fallback::FallbackPermit;
-use super::legs::{self, LegRequest, PrefillTask};
+use super::legs::{self, LegContext, LegRequest, PrefillTask};
 use super::record::Record;
 use super::redaction::Redaction;
 use super::retries::{Attempts, RetryDecision};
@@ -233,6 +233,11 @@ impl Job {
         }
     }
 
+    /// Returns what the legs of this request share.
+    pub(crate) fn legs(&self) -> LegContext<'_> {
+        LegContext { core: &self.core, live: &self.live, log: self.record.legs() }
+    }
+
     /// Sends a leg whose answer goes to the client, and blames the instance for its faults.
     pub(crate) async fn answer(
         &self,
@@ -244,8 +249,7 @@ impl Job {
         let until = until.min(self.until);
         let sent = sent.for_rank(instance.instance.next_rank());
         let answered =
-            legs::answer(&self.core, &self.live, instance, self.method.clone(), sent, kind, until)
-                .await;
+            legs::answer(self.legs(), instance, self.method.clone(), sent, kind, until).await;
         if let Err(fault) = &answered {
             // Every instance may answer a passed-through request with an error: that is no fault.
             let is_answer =
@@ -279,13 +283,14 @@ impl Job {
         prefill: Option<PrefillTask>,
         capture: Option<super::conversation::Capture>,
     ) -> Response<Body> {
-        self.record.decode(decode.instance.name());
+        self.record.decode(&decode.instance);
         let held = AnswerResources {
             live: self.live,
             decode,
             prefill,
             capture,
             named: self.named,
+            error: None,
             _fallback: self.fallback,
             _place: self.place,
             until: self.until,
@@ -293,18 +298,20 @@ impl Job {
         pass(opened, self.record, held)
     }
 
-    /// Forwards an error that has been read completely, from an instance of either role.
+    /// Forwards an error that has been read completely, from an instance of either role, which may
+    /// have been blamed for it.
     pub(crate) fn pass_whole(
         mut self,
         instance: &Instance,
         response: Response<bytes::Bytes>,
+        is_blamed: bool,
     ) -> Response<Body> {
         let (mut parts, mut body) = response.into_parts();
         headers::drop_hop_by_hop(&mut parts.headers);
         headers::drop_instance(&mut parts.headers, instance.name());
         let redaction = Redaction::new(&self.live.fleet, &self.named, &self.record.id);
         if let Some(original) = redaction.error(&mut parts, &mut body) {
-            self.record.hid(instance.name(), &original);
+            self.record.hid(instance.name(), &original, is_blamed);
         }
         let outcome = if parts.status.is_client_error() {
             RequestOutcome::ClientError
@@ -337,7 +344,8 @@ impl Job {
         self.record.set_error(format!("instance {} {fault}", instance.name()));
         match fault {
             Fault::Busy(response) | Fault::Status(response) => {
-                Ok(self.pass_whole(instance, *response))
+                let is_blamed = !self.record.is_passed();
+                Ok(self.pass_whole(instance, *response, is_blamed))
             }
             fault => Err(self.refused(ApiError::upstream(instance, &fault))),
         }

@@ -16,33 +16,57 @@ use tracing::Instrument;
 
 use super::answer_head::{AnswerHead, AnswerKind, open};
 use super::core::{Core, LiveSetup};
-use crate::fleet::instance::InFlight;
+use crate::fleet::instance::{InFlight, Instance, Role};
 use crate::release::Delivery;
 use crate::request::headers;
+use crate::timeline::{LegEnd, LegLog, Told};
 use crate::upstream::{Fault, WHOLE, accepted, json_headers, whole};
+
+/// What the legs of a request share.
+#[derive(Clone, Copy)]
+pub(crate) struct LegContext<'a> {
+    pub(crate) core: &'a Core,
+    pub(crate) live: &'a LiveSetup,
+    /// The legs of the request's timeline.
+    pub(crate) log: &'a LegLog,
+}
 
 /// Measures a leg, and counts it when it ends or is cancelled.
 struct LegTimer<'a> {
     core: &'a Core,
+    log: &'a LegLog,
+    number: usize,
     leg: &'static str,
-    outcome: &'static str,
+    end: LegEnd,
     started: Instant,
 }
 
 impl<'a> LegTimer<'a> {
-    fn new(core: &'a Core, leg: &'static str) -> Self {
-        LegTimer { core, leg, outcome: "cancelled", started: Instant::now() }
+    fn new(to: LegContext<'a>, instance: &Instance, role: Role) -> Self {
+        LegTimer {
+            core: to.core,
+            log: to.log,
+            number: to.log.begin(role, &instance.shared_name),
+            leg: role.as_str(),
+            end: LegEnd { outcome: "cancelled", ..LegEnd::default() },
+            started: Instant::now(),
+        }
     }
 
     fn ended(mut self, outcome: &'static str) -> Duration {
-        self.outcome = outcome;
+        self.end.outcome = outcome;
         self.started.elapsed()
+    }
+
+    fn failed(mut self, fault: &Fault) {
+        (self.end.outcome, self.end.failed) = (fault.outcome(), true);
     }
 }
 
 impl Drop for LegTimer<'_> {
     fn drop(&mut self) {
-        self.core.metrics.leg(self.leg, self.outcome, self.started.elapsed());
+        self.core.metrics.leg(self.leg, self.end.outcome, self.started.elapsed());
+        self.log.end(self.number, self.end);
     }
 }
 
@@ -105,20 +129,20 @@ impl LegRequest {
 
 /// Sends a prefill leg and reads its answer. Records the result in the instance's state.
 pub(crate) async fn prefill(
-    core: &Core,
-    live: &LiveSetup,
+    to: LegContext<'_>,
     leg: &InFlight,
     mut sent: LegRequest,
     until: Instant,
 ) -> Result<PrefillResult, PrefillEnd> {
-    let timed = LegTimer::new(core, "prefill");
-    headers::readable(&mut sent.headers);
     let instance = &leg.instance;
+    let mut timed = LegTimer::new(to, instance, Role::Prefill);
+    headers::readable(&mut sent.headers);
     let span = tracing::info_span!("prefill", instance = instance.name());
-    let ended = prefill_answer(core, live, leg, sent, until).instrument(span).await;
+    let ended = prefill_answer(to, leg, sent, until).instrument(span).await;
     match ended {
-        Ok((answer, version)) => {
+        Ok((answer, version, told)) => {
             instance.state.succeeded();
+            timed.end.told = told;
             Ok(PrefillResult { answer, version, time: timed.ended("ok") })
         }
         Err(PrefillEnd::Rejected(response)) => {
@@ -127,20 +151,19 @@ pub(crate) async fn prefill(
             Err(PrefillEnd::Rejected(response))
         }
         Err(PrefillEnd::Failed(fault)) => {
-            timed.ended(fault.outcome());
-            core.blame(live, instance, &fault);
+            timed.failed(&fault);
+            to.core.blame(to.live, instance, &fault);
             Err(PrefillEnd::Failed(fault))
         }
     }
 }
 
 async fn prefill_answer(
-    core: &Core,
-    live: &LiveSetup,
+    LegContext { core, live, .. }: LegContext<'_>,
     leg: &InFlight,
     sent: LegRequest,
     until: Instant,
-) -> Result<(Answer, Version), PrefillEnd> {
+) -> Result<(Answer, Version, Told), PrefillEnd> {
     let until = until.min(Instant::now() + live.setup.timeouts.prefill);
     let failed = PrefillEnd::Failed;
     let response = live
@@ -163,7 +186,8 @@ async fn prefill_answer(
     }
     let flat =
         value.pointer("/kv_transfer_params/remote_block_ids/0").is_some_and(Value::is_number);
-    Ok((answer, if flat { Version::V0_16 } else { Version::default() }))
+    let version = if flat { Version::V0_16 } else { Version::default() };
+    Ok((answer, version, Told::from_answer(&value)))
 }
 
 /// A prefill leg that runs concurrently with a decode leg. Dropping it cancels the leg and closes
@@ -175,12 +199,16 @@ impl PrefillTask {
     pub(crate) fn start(
         core: &Arc<Core>,
         live: &Arc<LiveSetup>,
+        log: &Arc<LegLog>,
         instance: InFlight,
         sent: LegRequest,
         until: Instant,
     ) -> Self {
-        let (core, live) = (Arc::clone(core), Arc::clone(live));
-        let leg = async move { prefill(&core, &live, &instance, sent, until).await };
+        let (core, live, log) = (Arc::clone(core), Arc::clone(live), Arc::clone(log));
+        let leg = async move {
+            let to = LegContext { core: &core, live: &live, log: &log };
+            prefill(to, &instance, sent, until).await
+        };
         PrefillTask(Some(tokio::spawn(leg.in_current_span())))
     }
 
@@ -214,19 +242,18 @@ impl Drop for PrefillTask {
 
 /// Sends a leg whose answer goes to the client, and waits for its beginning.
 pub(crate) async fn answer(
-    core: &Core,
-    live: &LiveSetup,
+    to: LegContext<'_>,
     instance: &InFlight,
     method: Method,
     sent: LegRequest,
     kind: AnswerKind,
     until: Instant,
 ) -> Result<AnswerHead, Fault> {
-    let timed = LegTimer::new(core, "decode");
     let instance = &instance.instance;
+    let mut timed = LegTimer::new(to, instance, Role::Decode);
     let span = tracing::info_span!("decode", instance = instance.name());
     let opened = async {
-        let upstream = &live.upstream;
+        let upstream = &to.live.upstream;
         let LegRequest { path, headers, body, delivery } = sent;
         let response = upstream
             .send_watched(&instance.setup, method, &path, headers, body, until, &delivery)
@@ -235,6 +262,7 @@ pub(crate) async fn answer(
     };
     match opened.instrument(span).await {
         Ok(opened) => {
+            (timed.end.goes_on, timed.end.failed) = (true, opened.is_error);
             timed.ended(if opened.parts.status.is_success() && !opened.is_error {
                 "ok"
             } else {
@@ -243,7 +271,7 @@ pub(crate) async fn answer(
             Ok(opened)
         }
         Err(fault) => {
-            timed.ended(fault.outcome());
+            timed.failed(&fault);
             Err(fault)
         }
     }

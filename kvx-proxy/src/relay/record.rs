@@ -8,9 +8,11 @@ use hyper::header::{HeaderMap, HeaderValue};
 use tracing::{Span, field};
 
 use super::core::Core;
+use crate::fleet::instance::Instance;
 use crate::metrics::RequestOutcome;
 use crate::recording::writer::{RecordedPrompt, RecordedRequest};
 use crate::request::{CompletionRequest, headers};
+use crate::timeline::{LegLog, Timeline};
 
 /// A request in progress. Dropping it without an outcome means that the client disconnected.
 #[derive(Debug)]
@@ -28,8 +30,8 @@ pub(crate) struct Record {
     started: Instant,
     queued: Duration,
     route: Option<(&'static str, &'static str)>,
-    prefill: Option<String>,
-    decode: Option<String>,
+    prefill: Option<Arc<str>>,
+    decode: Option<Arc<str>>,
     attempts: u32,
     prefill_time: Option<Duration>,
     first_byte: Option<Duration>,
@@ -41,6 +43,8 @@ pub(crate) struct Record {
     /// The prompt, and the tokens of an answer that is not streamed, for the recording.
     prompt: Option<RecordedPrompt>,
     answer_tokens: Option<u64>,
+    prompt_tokens: Option<u64>,
+    legs: Arc<LegLog>,
 }
 
 impl Record {
@@ -64,6 +68,7 @@ impl Record {
             status = field::Empty,
             outcome = field::Empty,
         );
+        let started = Instant::now();
         Record {
             core,
             _working: working,
@@ -74,7 +79,7 @@ impl Record {
             method: method.to_owned(),
             path: path.to_owned(),
             model: None,
-            started: Instant::now(),
+            started,
             queued: Duration::ZERO,
             route: None,
             prefill: None,
@@ -89,6 +94,8 @@ impl Record {
             why: None,
             prompt: None,
             answer_tokens: None,
+            prompt_tokens: None,
+            legs: Arc::new(LegLog::new(started)),
         }
     }
 
@@ -129,13 +136,13 @@ impl Record {
         }
     }
 
-    pub(crate) fn prefill(&mut self, instance: &str, time: Option<Duration>) {
-        self.prefill = Some(instance.to_owned());
+    pub(crate) fn prefill(&mut self, instance: &Instance, time: Option<Duration>) {
+        self.prefill = Some(Arc::clone(&instance.shared_name));
         self.prefill_time = time;
     }
 
-    pub(crate) fn decode(&mut self, instance: &str) {
-        self.decode = Some(instance.to_owned());
+    pub(crate) fn decode(&mut self, instance: &Instance) {
+        self.decode = Some(Arc::clone(&instance.shared_name));
     }
 
     pub(crate) fn attempts(&mut self, made: u32) {
@@ -167,6 +174,21 @@ impl Record {
         self.model = model.map(|model| cut(model).to_owned());
     }
 
+    /// Returns the legs of the request.
+    pub(crate) fn legs(&self) -> &Arc<LegLog> {
+        &self.legs
+    }
+
+    /// Records the length of a prompt as it is known when the request is sent on.
+    pub(crate) fn prompt_tokens(&mut self, tokens: u64) {
+        self.prompt_tokens = Some(tokens);
+    }
+
+    /// Returns true if the request is passed through unchanged.
+    pub(crate) fn is_passed(&self) -> bool {
+        matches!(self.route, Some(("passed", _)))
+    }
+
     /// Keeps what a recording has of an admitted completion. Requests without this are not
     /// recorded.
     pub(crate) fn prompt(&mut self, asked: &CompletionRequest) {
@@ -187,11 +209,9 @@ impl Record {
         });
     }
 
-    /// Reads the length of a whole answer from its usage, for the recording.
+    /// Reads the length of a whole answer from its usage.
     pub(crate) fn whole_answer(&mut self, body: &[u8]) {
-        if self.prompt.is_some() {
-            self.answer_tokens = completion_tokens(body);
-        }
+        self.answer_tokens = completion_tokens(body);
     }
 
     fn is_chat(&self) -> bool {
@@ -227,10 +247,13 @@ impl Record {
         self.why.get_or_insert_with(|| why.to_owned());
     }
 
-    /// Logs what an instance said, of which the client gets only a part.
-    pub(crate) fn hid(&mut self, instance: &str, said: &str) {
+    /// Logs what an instance said, of which the client gets only a part. The last errors have it
+    /// already if the instance `is_blamed` for it.
+    pub(crate) fn hid(&mut self, instance: &str, said: &str, is_blamed: bool) {
         let said = cut(said.trim());
-        self.core.errors.add(instance, said);
+        if !is_blamed {
+            self.core.errors.add(instance, said);
+        }
         self.why = Some(format!("instance {instance} said: {said}"));
     }
 
@@ -292,8 +315,8 @@ impl Drop for Record {
                 "why": self.why,
                 "route": self.route.map(|(route, _)| route),
                 "reason": self.route.map(|(_, reason)| reason).filter(|reason| !reason.is_empty()),
-                "prefill": self.prefill,
-                "decode": self.decode,
+                "prefill": self.prefill.as_deref(),
+                "decode": self.decode.as_deref(),
                 "attempts": self.attempts,
                 "queue_ms": millis(self.queued),
                 "prefill_ms": self.prefill_time.map(millis),
@@ -302,6 +325,26 @@ impl Drop for Record {
                 "bytes": self.bytes,
                 "events": self.events,
             })
+        });
+        self.legs.end_answers(total);
+        self.core.history.add(Timeline {
+            id: std::mem::take(&mut self.id),
+            path: std::mem::take(&mut self.path),
+            model: self.model.take(),
+            route: self.route,
+            outcome: self.outcome,
+            status: self.status,
+            why: self.why.take().map(|why| cut(&why).to_owned()),
+            attempts: self.attempts,
+            arrived: self.started,
+            queued: self.queued,
+            first_byte: self.first_byte,
+            total,
+            bytes: self.bytes,
+            events: self.events,
+            prompt_tokens: self.prompt_tokens,
+            answer_tokens: self.answer_tokens,
+            legs: Arc::clone(&self.legs),
         });
     }
 }

@@ -83,6 +83,7 @@ pub(super) fn describe(one: &Instance) -> Value {
         "requests": state.requests(),
         "outstanding_tokens": state.outstanding(),
         "requests_total": state.requests_total.load(std::sync::atomic::Ordering::Relaxed),
+        "failed_in_a_row": state.failed_in_a_row(),
         "failures_total": state.failures_total.load(std::sync::atomic::Ordering::Relaxed),
         "last_fault": state.last_fault(),
     })

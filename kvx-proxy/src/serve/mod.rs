@@ -8,6 +8,7 @@ pub(crate) mod keys;
 pub(crate) mod listener;
 mod page;
 mod realtime;
+mod requests;
 mod routes;
 mod stall;
 #[cfg(feature = "tls")]

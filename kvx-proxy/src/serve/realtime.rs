@@ -93,7 +93,7 @@ fn switch(mut job: Job, decode: InFlight, opened: AnswerHead, client: OnUpgrade)
     parts.headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     parts.headers.insert(UPGRADE, HeaderValue::from_static("websocket"));
     job.record.stamp(&mut parts.headers);
-    job.record.decode(decode.instance.name());
+    job.record.decode(&decode.instance);
     job.record.first_byte(parts.status.as_u16());
     let span = job.record.span.clone();
     tokio::spawn(carry(job, decode, client, instance).instrument(span));

@@ -12,7 +12,7 @@ use hyper::header::{CONTENT_ENCODING, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, Response, StatusCode};
 use tracing::{Instrument as _, Span};
 
-use super::{admin, explain, page, realtime};
+use super::{admin, explain, page, realtime, requests};
 use crate::admission::BodyPermit;
 use crate::body::{BodyError, read_body};
 use crate::fleet::missing::{self, BOTH};
@@ -43,6 +43,7 @@ pub(crate) fn router(core: Arc<Core>) -> Router {
         .route("/ready", get(ready))
         .route("/instances", get(admin::list).post(admin::add).delete(admin::remove))
         .route("/explain", post(explain::explain))
+        .route("/requests", get(requests::requests))
         .route("/", get(page::page))
         .merge(operators)
         .fallback_service(clients.with_state(Arc::clone(&core)))
@@ -191,6 +192,7 @@ async fn completion(State(core): Shared, request: Request<Body>) -> Response<Bod
         job.record.model(asked.model.as_deref());
         job.record.prompt(&asked);
         tokens::find(&core, &job.live, &job.headers, &mut asked).await;
+        job.record.prompt_tokens(asked.prompt_tokens);
         disaggregated::completion(job, asked).await
     };
     until_the_end(&core, span, work).await

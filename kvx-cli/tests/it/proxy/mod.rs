@@ -24,6 +24,7 @@ mod page;
 mod passing;
 mod recipes;
 mod replay;
+mod requests;
 mod security;
 mod signals;
 mod tls;
@@ -157,6 +158,10 @@ pub(crate) fn all_trials() -> Vec<Trial> {
             an_instance_with_a_key_gets_the_clients;
         clients: the_openai_package_gets_its_answers, curl_gets_its_answers;
         page: reports_that_it_is_left_out_without_a_browser;
+        requests:
+            show_where_the_time_went_with_the_key_alone,
+            repeated_errors_are_counted_and_quote_their_cause,
+            a_thousand_and_the_slowest_hundred_are_kept;
         load: every_request_is_answered_while_instances_come_and_go;
     };
     trials.push(crowd());
@@ -173,7 +178,9 @@ pub(crate) fn all_trials() -> Vec<Trial> {
     }
     if page::has_browser_or_says() {
         trials.extend(trials! {
-            page: shows_instances_requests_and_errors_in_a_browser, shows_rates_in_a_browser;
+            page:
+                shows_instances_requests_and_errors_in_a_browser, shows_rates_in_a_browser,
+                says_that_requests_fail_in_a_browser, shows_the_time_of_requests_as_text_in_a_browser;
         });
     }
     trials

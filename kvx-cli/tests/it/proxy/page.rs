@@ -109,11 +109,79 @@ pub(crate) async fn shows_instances_requests_and_errors_in_a_browser() {
         errors.contains(&format!("<td>{}</td>", &fleet.prefill[0].url()[7..])),
         "the error is listed: {errors}"
     );
+    let picture = &page[page.find("id=\"fleet\"").expect("a picture of the fleet")..];
+    let picture = &picture[..picture.find("</svg>").expect("it ends")];
+    assert_eq!(picture.matches("<rect").count(), 2, "each instance: {picture}");
+    assert!(picture.contains("<path") && picture.contains("3 requests, 0 failed"), "{picture}");
     assert!(page.contains("id=\"silent\" role=\"status\" hidden"), "the router answers: {page}");
 }
 
+pub(crate) async fn says_that_requests_fail_in_a_browser() {
+    let browser = browser().expect("it is only run with one");
+    let setup = "[health]\nevery = \"60s\"\neject_after = 1000\n[retries]\nattempts = 1\n";
+    let mut fleet = Plan::of(1, 1, &Settings::default()).setup(setup).start().await;
+    let fault = Fault::Status(500);
+    fleet.decode[0].script(Script { leg: Some(Leg::Decode), times: u32::MAX, fault });
+    for _ in 0..5 {
+        let body = completion("for the page, it fails", 2);
+        assert_eq!(Call::post(fleet.port(), COMPLETIONS, &body).send().await.status, 500);
+    }
+    let page = rendered(&browser, &format!("http://127.0.0.1:{}/", fleet.port()));
+    assert_eq!(text(&page, "ready"), "is failing", "{page}");
+    assert_eq!(text(&page, "missing"), "5 of the last minute's 5 requests failed", "{page}");
+    assert!(page.contains("failing: 5 failures in a row"), "{page}");
+    let errors = &page[page.find("id=\"errors\"").expect("a table of errors")..];
+    let errors = &errors[..errors.find("</tbody>").expect("it ends")];
+    assert_eq!(errors.matches("<tr>").count(), 1, "one error, five times: {errors}");
+    assert!(errors.contains("<td class=\"number\">5</td>"), "{errors}");
+    assert!(errors.contains("answered with status 500: "), "{errors}");
+}
+
+pub(crate) async fn shows_the_time_of_requests_as_text_in_a_browser() {
+    let browser = browser().expect("it is only run with one");
+    let key = "let me in";
+    let mut fleet =
+        Plan::of(1, 1, &Settings::default()).variable("ADMIN_API_KEY", key).start().await;
+    let call = Call::post(fleet.port(), COMPLETIONS, &completion("for the page, timed", 2));
+    assert_eq!(call.header("x-request-id", "<b>bold</b>").send().await.status, 200);
+    fleet.wait_until_idle();
+    let page = Call::get(fleet.port(), "/").send().await.text();
+    let mut status = Call::get(fleet.port(), "/status").send().await.json();
+    status["errors"] = serde_json::json!([{
+        "instance": "<u>a:1</u>", "what": "<img src=x>", "count": 2, "first": 1.0, "last": 2.0,
+    }]);
+    let requests = Call::get(fleet.port(), "/requests").header("x-api-key", key).send().await;
+    // As if a person had entered a key.
+    let entered = page.replace("\nlook();\n", "\nadminKey = \"x\"; refresh();\nlook();\n");
+    assert_ne!(entered, page);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let served = Served { page: entered.into_bytes(), requests: requests.text() };
+    tokio::spawn(serve_looks(listener, served, vec![status.to_string()]));
+    let page = rendered(&browser, &format!("http://{address}/"));
+    let times = &page[page.find("id=\"waterfall\"").expect("a list of requests")..];
+    let times = &times[..times.find("</main>").expect("it ends")];
+    assert_eq!(times.matches("<details>").count(), 1, "{times}");
+    assert!(times.contains("&lt;b&gt;bold&lt;/b&gt;") && !times.contains("<b>"), "{times}");
+    for (part, instance) in [("prefill", &fleet.prefill[0]), ("decode", &fleet.decode[0])] {
+        let words = format!("{part} at {}: began at ", &instance.url()[7..]);
+        assert!(times.contains(&words), "{words}: {times}");
+    }
+    for kind in ["queue", "prefill", "wait under"] {
+        assert!(times.contains(&format!("<i class=\"{kind}\"")), "{kind}: {times}");
+    }
+    assert!(page.contains("<td class=\"text\">&lt;img src=x&gt;</td>"), "{page}");
+    assert!(!page.contains("<img") && !page.contains("<u>"), "{page}");
+}
+
+/// What a stand-in for a router answers.
+struct Served {
+    page: Vec<u8>,
+    requests: String,
+}
+
 /// Serves this page, and one status after the other at `/status`; never returns.
-async fn serve_looks(listener: TcpListener, page: Vec<u8>, looks: Vec<String>) {
+async fn serve_looks(listener: TcpListener, served: Served, looks: Vec<String>) {
     let mut looks = looks.into_iter();
     let mut last = String::new();
     loop {
@@ -123,12 +191,13 @@ async fn serve_looks(listener: TcpListener, page: Vec<u8>, looks: Vec<String>) {
             let Ok(byte) = stream.read_u8().await else { break };
             head.push(byte);
         }
-        let (kind, body) = match head.starts_with(b"GET /status ") {
-            true => {
-                last = looks.next().unwrap_or(last);
-                ("application/json", last.clone().into_bytes())
-            }
-            false => ("text/html; charset=utf-8", page.clone()),
+        let (kind, body) = if head.starts_with(b"GET /status ") {
+            last = looks.next().unwrap_or(last);
+            ("application/json", last.clone().into_bytes())
+        } else if head.starts_with(b"GET /requests") {
+            ("application/json", served.requests.clone().into_bytes())
+        } else {
+            ("text/html; charset=utf-8", served.page.clone())
         };
         let head = format!(
             "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: {kind}\r\ncontent-length: {}\r\n\r\n",
@@ -160,7 +229,8 @@ pub(crate) async fn shows_rates_in_a_browser() {
     });
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    tokio::spawn(serve_looks(listener, page, looks.collect()));
+    let served = Served { page, requests: String::new() };
+    tokio::spawn(serve_looks(listener, served, looks.collect()));
     let page = rendered(&browser, &format!("http://{address}/"));
     let rate = |id: &str| {
         text(&page, id).parse::<f64>().unwrap_or_else(|_| panic!("{id} is no number: {page}"))

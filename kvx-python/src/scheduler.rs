@@ -55,8 +55,6 @@ struct State {
     corrupt: usize,
     /// The number of requests since then whose parameters were refused.
     refused: usize,
-    /// Why a worker cannot report any more.
-    failed: Option<String>,
     /// True if the connector was shut down.
     ends: bool,
 }
@@ -144,12 +142,12 @@ impl Scheduler {
         self.process.check()?;
         self.connector.step();
         self.ranks.iter().for_each(Rank::start_load_kv);
-        let mut state = self.state.lock();
-        if let Some(why) = &state.failed {
+        if let Some(why) = self.connector.missing_rank() {
             return Err(PyRuntimeError::new_err(format!(
                 "KvxConnector has lost a worker, so that it can move no blocks: {why}; restart this vLLM"
             )));
         }
+        let mut state = self.state.lock();
         take_outcomes(&self.connector, &mut state);
         Ok(PyBytes::new(py, &state.reports.take().encode()))
     }
@@ -286,7 +284,6 @@ fn report(connector: &Connector, ranks: &[Rank], state: &Mutex<State>) {
             }
             if let Some(why) = ranks.iter().find_map(|rank| rank.note(&note).err()) {
                 tracing::warn!("a worker cannot report to vLLM: {why}");
-                state.failed.get_or_insert(why.to_string());
                 return;
             }
         }

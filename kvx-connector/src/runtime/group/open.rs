@@ -69,6 +69,12 @@ impl Connector {
     ) -> Completion<()> {
         open(self.shared(), JoinAddress::Tcp(address), deadline.into())
     }
+
+    /// Returns why an engine whose workers have processes of their own can load and publish nothing
+    /// now, if so: a worker has not joined, has no caches, or is lost for good.
+    pub fn missing_rank(&self) -> Option<String> {
+        self.shared().state.lock().ranks.missing()
+    }
 }
 
 impl Rank {

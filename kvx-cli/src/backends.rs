@@ -225,7 +225,7 @@ pub(crate) fn wrap(
 }
 
 /// Splits a text into words. A command between backquotes is one word, to be copied.
-fn words(text: &str) -> Vec<String> {
+pub(crate) fn words(text: &str) -> Vec<String> {
     let mut words: Vec<String> = Vec::new();
     let mut is_command = false;
     for word in text.split_whitespace() {

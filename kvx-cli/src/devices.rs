@@ -47,7 +47,7 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<()> {
 }
 
 /// Returns all devices that this process sees: at least one.
-fn all() -> Result<Vec<Arc<Device>>> {
+pub(crate) fn all() -> Result<Vec<Arc<Device>>> {
     #[cfg_attr(
         not(any(feature = "cuda", feature = "rocm")),
         expect(unused_mut, reason = "no feature adds any")

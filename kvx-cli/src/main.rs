@@ -7,6 +7,7 @@ mod child;
 mod config;
 mod demo;
 mod devices;
+mod doctor;
 #[cfg(feature = "serve")]
 mod make_model;
 #[cfg(feature = "mooncake")]
@@ -63,6 +64,9 @@ enum Command {
     /// Demonstrate that answers from transferred KV cache equal those of a single server. Show the
     /// cost of transfers, and the error that a client gets when its prefill is killed.
     Demo(demo::Arguments),
+    /// Examine this host, and with `--fleet` whether blocks really move through each pair of a fleet:
+    /// what is wrong, why it matters, and what to type.
+    Doctor(Box<doctor::Arguments>),
     /// Measure the cost of moving blocks, next to a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),
     /// List the NIXL installations of this machine, and install kvx in them as backend KVX.
@@ -160,6 +164,10 @@ fn main() -> ExitCode {
         Command::BenchBeside(arguments) => bench::answer(&arguments, &registry, out),
         Command::BenchTarget(arguments) => bench::serve(&arguments, &registry, out),
         Command::Config { args } => return config::run(args, &registry, out),
+        Command::Doctor(arguments) => match doctor::run(&arguments, &registry, out) {
+            Ok(status) => return status,
+            Err(error) => Err(error),
+        },
         Command::Devices(arguments) => devices::run(&arguments, out),
         #[cfg(feature = "serve")]
         Command::MakeModel(arguments) => make_model::run(&arguments, out),

@@ -33,6 +33,7 @@ mod setup;
 mod sse;
 mod timeline;
 mod tls_files;
+mod trial;
 mod upstream;
 mod zmtp;
 
@@ -48,6 +49,7 @@ pub use setup::{
     FleetSecret, Health, InstanceSetup, KubernetesDiscovery, LabelSelector, Pool, PoolConnector,
     Retries, Role, Setup, Timeouts, parse_duration, parse_size,
 };
+pub use trial::{FleetTrial, InstanceReport, PairOutcome, PairReport, Transfer, try_fleet};
 
 /// Entry points of the benchmark `choice`.
 #[doc(hidden)]

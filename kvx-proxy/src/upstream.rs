@@ -262,11 +262,10 @@ pub(crate) fn compact(piece: Bytes) -> Bytes {
 }
 
 /// Reads a whole body of at most `limit` bytes.
-pub(crate) async fn whole(
-    mut body: Incoming,
-    limit: usize,
-    until: Instant,
-) -> Result<Bytes, Fault> {
+pub(crate) async fn whole<B>(mut body: B, limit: usize, until: Instant) -> Result<Bytes, Fault>
+where
+    B: Body<Data = Bytes, Error: std::error::Error + 'static> + Unpin,
+{
     let mut collected = BytesMut::new();
     loop {
         let frame = timeout_at(until, body.frame())

@@ -6,6 +6,8 @@ mod attacks;
 mod bench;
 #[cfg(feature = "proxy")]
 mod deploy;
+#[cfg(all(feature = "serve", feature = "proxy"))]
+mod doctor;
 mod documents;
 mod peers;
 #[cfg(feature = "connector")]

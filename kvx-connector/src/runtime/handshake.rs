@@ -11,7 +11,7 @@ use kvx_core::{Completion, Error, ErrorKind, Op, Peer, Result};
 use super::caches::RegisteredCaches;
 use super::digests::PeerDigests;
 use super::link::{Grids, LinkedWorker, PeerLink};
-use super::metrics::HANDSHAKE;
+use super::metrics::{HANDSHAKE, count_handshake_failure};
 use super::peer_regions::PeerRegions;
 use super::setup::RIXL;
 use super::shared::Shared;
@@ -40,9 +40,10 @@ pub(super) async fn run(
     ranks: Vec<WorkerRank>,
 ) {
     let result = match ask(&shared, &peer, ranks).await {
-        Ok(answer) => connect(&shared, rank, &peer, answer)
-            .await
-            .map_err(|error| HandshakeFailure { setup: true, error: error.to_string() }),
+        Ok(answer) => connect(&shared, rank, &peer, answer).await.map_err(|error| {
+            count_handshake_failure(error.kind());
+            HandshakeFailure { setup: true, error: error.to_string() }
+        }),
         Err(failure) => Err(failure),
     };
     let result = result.map(|PeerConnection { plan, link }| {
@@ -254,7 +255,10 @@ async fn ask(
     let began = std::time::Instant::now();
     let asked = shared.side_client.ask(peer, &ranks, expectation).await;
     metrics::histogram!(HANDSHAKE).record(began.elapsed());
-    let asked = asked.map_err(|error| handshake_failure(&error))?;
+    let asked = asked.map_err(|error| {
+        count_handshake_failure(error.kind());
+        handshake_failure(&error)
+    })?;
     tracing::debug!(engine = %peer.engine, standing = ?asked.standing, "a handshake was answered");
     Ok(asked.peer)
 }

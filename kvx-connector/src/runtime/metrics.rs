@@ -8,6 +8,7 @@ use metrics::{
 };
 
 use super::refusal_log::RefusalLog;
+use kvx_core::ErrorKind;
 use kvx_vllm::engine::{
     FailureKind, METRICS, MOONCAKE_METRICS, Metric, Settings, Time, TransferFailure, TransferStats,
 };
@@ -20,6 +21,8 @@ const QUARANTINED: &str = "kvx_quarantined_blocks";
 const UNKNOWN: &str = "kvx_unknown_requests";
 /// The time until the side channel of a peer answers or fails, measured once for each connection.
 pub(super) const HANDSHAKE: &str = "kvx_handshake_seconds";
+/// Connections to engines that failed in their handshake or after it, by the kind of error.
+const HANDSHAKE_FAILURES: &str = "kvx_handshake_failures";
 /// The time from the first observation to the line in the log.
 const EVERY: Duration = Duration::from_secs(10);
 /// The maximum number of failed handshakes whose repetitions are left out of the log.
@@ -46,6 +49,11 @@ pub fn describe_metrics() {
         "Time until the side channel of a peer had answered"
     );
     describe_counter!(
+        HANDSHAKE_FAILURES,
+        Unit::Count,
+        "Connections to engines that failed, by the kind of error"
+    );
+    describe_counter!(
         UNKNOWN,
         Unit::Count,
         "Heartbeats and answers of peers for requests that this engine does not know"
@@ -56,6 +64,11 @@ pub fn describe_metrics() {
         Unit::Count,
         "Blocks that are kept because nothing proves their transfer ended"
     );
+}
+
+/// Counts a connection to an engine that has failed.
+pub(super) fn count_handshake_failure(kind: ErrorKind) {
+    metrics::counter!(HANDSHAKE_FAILURES, "kind" => kind.as_str()).increment(1);
 }
 
 /// The part of a turn that goes to the recorder and the log.

@@ -66,7 +66,7 @@ impl<'a> LegTimer<'a> {
 impl Drop for LegTimer<'_> {
     fn drop(&mut self) {
         self.core.metrics.leg(self.leg, self.end.outcome, self.started.elapsed());
-        self.log.end(self.number, self.end);
+        self.log.end(self.number, std::mem::take(&mut self.end));
     }
 }
 

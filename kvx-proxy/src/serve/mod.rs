@@ -9,7 +9,7 @@ pub(crate) mod listener;
 mod page;
 mod realtime;
 mod requests;
-mod routes;
+pub(crate) mod routes;
 mod stall;
 #[cfg(feature = "tls")]
 mod tls;

@@ -4,25 +4,42 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::fleet::instance::Role;
+use crate::log::shown;
 
 /// The most legs of a request that are kept.
 const MOST: usize = 12;
 
 /// What an instance tells about a leg.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Told {
     pub(crate) prompt_tokens: Option<u32>,
     pub(crate) cached_tokens: Option<u32>,
     /// The blocks that a decode instance may fetch.
     pub(crate) blocks: Option<u32>,
+    /// `HOST:PORT` of the side channel where the decode instance asks for them.
+    pub(crate) side_channel: Option<Arc<str>>,
 }
+
+/// The longest `HOST:PORT` that is kept.
+const LONGEST_ADDRESS: usize = 256;
 
 impl Told {
     /// Reads a prefill's answer.
     pub(crate) fn from_answer(answer: &serde_json::Value) -> Self {
         let number = |path| u32::try_from(answer.pointer(path)?.as_u64()?).ok();
-        let blocks = answer.pointer("/kv_transfer_params/remote_block_ids");
+        let params = |key: &str| answer.get("kv_transfer_params")?.get(key);
+        let side_channel = || {
+            let (host, port) = (params("remote_host")?.as_str()?, params("remote_port")?.as_u64()?);
+            let address = if host.contains(':') {
+                format!("[{host}]:{port}")
+            } else {
+                format!("{host}:{port}")
+            };
+            (address.len() <= LONGEST_ADDRESS).then(|| shown(&address).into())
+        };
+        let blocks = params("remote_block_ids");
         Told {
+            side_channel: side_channel(),
             prompt_tokens: number("/usage/prompt_tokens"),
             cached_tokens: number("/usage/prompt_tokens_details/cached_tokens"),
             blocks: blocks.and_then(serde_json::Value::as_array).map(|ids| {
@@ -50,7 +67,7 @@ pub(crate) struct Leg {
 }
 
 /// How a leg ended, or its answer began.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct LegEnd {
     pub(crate) outcome: &'static str,
     pub(crate) failed: bool,
@@ -165,9 +182,16 @@ mod tests {
     fn a_prefill_tells_its_tokens_and_blocks() {
         let answer = serde_json::json!({
             "usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 16}},
-            "kv_transfer_params": {"remote_block_ids": [[1, 2, 3], [4]]},
+            "kv_transfer_params": {
+                "remote_block_ids": [[1, 2, 3], [4]], "remote_host": "fd00::1", "remote_port": 5600,
+            },
         });
-        let told = Told { prompt_tokens: Some(40), cached_tokens: Some(16), blocks: Some(4) };
+        let told = Told {
+            prompt_tokens: Some(40),
+            cached_tokens: Some(16),
+            blocks: Some(4),
+            side_channel: Some("[fd00::1]:5600".into()),
+        };
         assert_eq!(Told::from_answer(&answer), told);
         let flat = serde_json::json!({"kv_transfer_params": {"remote_block_ids": [7, 8]}});
         assert_eq!(Told::from_answer(&flat).blocks, Some(2));

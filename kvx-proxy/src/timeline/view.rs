@@ -65,6 +65,8 @@ struct LegView {
     cached_tokens: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     blocks: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    side_channel: Option<String>,
 }
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
@@ -90,6 +92,7 @@ impl From<Leg> for LegView {
             prompt_tokens: leg.told.prompt_tokens,
             cached_tokens: leg.told.cached_tokens,
             blocks: leg.told.blocks,
+            side_channel: leg.told.side_channel.map(|address| address.to_string()),
         }
     }
 }

@@ -26,9 +26,11 @@ pub(super) struct EngineMetrics {
 }
 
 impl EngineMetrics {
-    /// Returns the metrics of the installed recorder.
-    pub(super) fn of(engine: usize) -> Self {
+    /// Returns the metrics of the installed recorder, and sets those that stay.
+    pub(super) fn of(engine: usize, block_size: usize) -> Self {
         let engine = engine.to_string();
+        let cache = [("engine", engine.clone()), ("block_size", block_size.to_string())];
+        gauge!("vllm:cache_config_info", &cache).set(1);
         let labels = [("engine", engine.clone())];
         let ended = |reason: &'static str| {
             let labels = [("finished_reason", reason.to_owned()), ("engine", engine.clone())];

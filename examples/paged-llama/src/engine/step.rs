@@ -50,7 +50,7 @@ impl EngineLoop {
             blocks.record_changes();
         }
         EngineLoop {
-            counts: Arc::new(EngineMetrics::of(limits.engine)),
+            counts: Arc::new(EngineMetrics::of(limits.engine, limits.block_size)),
             limits,
             model,
             tokenizer,

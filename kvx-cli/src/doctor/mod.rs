@@ -1,0 +1,70 @@
+//! `kvx doctor`: whether this host, and a fleet, are what they should be.
+
+mod finding;
+#[cfg(feature = "proxy")]
+mod fleet;
+mod host;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::Args;
+use kvx::Registry;
+use serde_json::json;
+
+use self::finding::{Tally, show};
+use crate::Result;
+
+/// Exit status: 0 without a problem (warnings are none), 1 with one, 2 if the arguments are invalid.
+#[derive(Args)]
+pub(crate) struct Arguments {
+    #[cfg(feature = "proxy")]
+    #[command(flatten)]
+    fleet: fleet::FleetArguments,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the command, and returns the exit status.
+pub(crate) fn run(
+    arguments: &Arguments,
+    registry: &Registry,
+    out: &mut dyn Write,
+) -> Result<ExitCode> {
+    #[cfg(feature = "proxy")]
+    let fleet = arguments.fleet.examine()?;
+    #[cfg(feature = "proxy")]
+    let skips_host = arguments.fleet.skips_host();
+    #[cfg(not(feature = "proxy"))]
+    let skips_host = false;
+    let host = if skips_host { Vec::new() } else { host::examine(registry) };
+    let mut all = host.clone();
+    #[cfg(feature = "proxy")]
+    all.extend(fleet.iter().flat_map(|fleet| fleet.findings.iter().cloned()));
+    let tally = Tally::of(&all);
+    if arguments.json {
+        let mut report = json!({
+            "format": 1,
+            "version": env!("CARGO_PKG_VERSION"),
+            "problems": tally.problems,
+            "warnings": tally.warnings,
+            "host": host,
+        });
+        #[cfg(feature = "proxy")]
+        if let Some(fleet) = &fleet {
+            report["fleet"] = fleet.to_json();
+        }
+        writeln!(out, "{report:#}")?;
+    } else {
+        #[cfg(feature = "proxy")]
+        if let Some(fleet) = &fleet {
+            fleet.show(out)?;
+        }
+        if !skips_host {
+            writeln!(out, "This host: {}", Tally::of(&host).in_words())?;
+            show(&host, out)?;
+        }
+    }
+    Ok(if tally.problems == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}

@@ -67,7 +67,7 @@ impl fmt::Display for CallError {
                     ),
                     Some(PERMISSION_DENIED) => f.write_str(
                         "; give the user in ETCD_AUTH_USERNAME rights on the prefix \
-                         /kvx/v1/instances/FLEET/: engines to read and write, routers to read",
+                         /kvx/v1/instances/FLEET/: engines to write, routers to read",
                     ),
                     _ => Ok(()),
                 }

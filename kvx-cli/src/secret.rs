@@ -22,8 +22,9 @@ pub(crate) fn run(arguments: &Arguments, out: &mut impl Write) -> Result<()> {
     writeln!(out, "{file} has a new secret of 32 random bytes, which only its owner can read.")?;
     writeln!(
         out,
-        "Copy it to every host over a channel that you trust, with mode 600, and set for each engine:"
+        "Copy it to every host over a channel that you trust, with mode 600, and set for each engine and"
     )?;
+    writeln!(out, "router:")?;
     writeln!(out, "KVX_SECRET_FILE={file}")?;
     writeln!(out, "Peers with the secret are accepted; peers without it are rejected.")?;
     Ok(())

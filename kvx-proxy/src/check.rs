@@ -37,13 +37,22 @@ pub async fn check(setup: Setup) -> Vec<Finding> {
     let limit = core.live().setup.discovery.first_limit();
     let mut discovery = Reconciler::new(Arc::clone(&core));
     for (provider, instances) in discovery.first(providers::all, limit).await {
+        let refused = core.metrics.discovery.refused_entries(&provider);
         found.push(match instances {
-            Ok(0) => Finding::Beware(format!(
+            Ok(0) if refused.is_empty() => Finding::Beware(format!(
                 "{provider} finds no instance now: is the name right, and is one ready?"
             )),
+            Ok(0) => Finding::Beware(format!("{provider} finds no instance that is valid now")),
+            Ok(1) => Finding::Means(format!("{provider} finds 1 instance now")),
             Ok(count) => Finding::Means(format!("{provider} finds {count} instances now")),
             Err(why) => Finding::Fails(format!("{provider}: {why}")),
         });
+        found.extend(refused.iter().map(|(reason, count)| {
+            Finding::Beware(format!(
+                "{provider} has entries that are refused ({reason}: {count}): the router's log \
+                 names them and says what to do"
+            ))
+        }));
     }
     let live = core.live();
     watch::round(&core, &live, watch::WatchScope::Everything).await;

@@ -26,6 +26,7 @@ mod relay;
 mod release;
 pub mod replay;
 mod request;
+mod resolver;
 mod serve;
 #[doc(hidden)]
 pub mod server;

@@ -17,6 +17,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::log::shown;
 use crate::release::Delivery;
+use crate::resolver::Resolver;
 use crate::setup::{InstanceSetup, Setup};
 
 /// The most bytes of an instance's answer that is read as a whole: a prefill's, an error's, a list
@@ -132,14 +133,14 @@ pub(crate) fn quoted_event(events: &[u8]) -> Option<String> {
 /// The two kinds of pooled connections, HTTP/1.1 and HTTP/2 without TLS.
 #[derive(Clone, Debug)]
 pub(crate) struct Upstream {
-    http1: Client<HttpConnector, Full<Bytes>>,
-    h2c: Client<HttpConnector, Full<Bytes>>,
+    http1: Client<HttpConnector<Resolver>, Full<Bytes>>,
+    h2c: Client<HttpConnector<Resolver>, Full<Bytes>>,
     timeout: Duration,
 }
 
 impl Upstream {
     pub(crate) fn new(setup: &Setup) -> Self {
-        let mut connector = HttpConnector::new();
+        let mut connector = HttpConnector::new_with_resolver(Resolver::default());
         connector.set_connect_timeout(Some(setup.timeouts.connect));
         connector.set_nodelay(true);
         connector.set_keepalive(Some(Duration::from_secs(30)));

@@ -68,6 +68,11 @@ impl DiscoveryStatus {
         }
     }
 
+    /// Returns the numbers of entries of a provider that were refused, by reason.
+    pub(crate) fn refused_entries(&self, name: &str) -> BTreeMap<&'static str, u64> {
+        self.all().get(name).map(|one| one.refused.clone()).unwrap_or_default()
+    }
+
     /// Returns true if the failure is a new one.
     pub(super) fn failed(&self, name: &str, why: &str) -> bool {
         let mut all = self.all();

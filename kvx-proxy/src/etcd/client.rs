@@ -34,6 +34,7 @@ const PAGE: usize = 256;
 /// is invalid.
 const INVALID_ARGUMENT: u32 = 3;
 const NOT_FOUND: u32 = 5;
+const PERMISSION_DENIED: u32 = 7;
 const UNAUTHENTICATED: u32 = 16;
 
 /// The reason why a call has no result.
@@ -63,6 +64,10 @@ impl fmt::Display for CallError {
                 match code {
                     Some(INVALID_ARGUMENT | UNAUTHENTICATED) => f.write_str(
                         "; if it has users, set ETCD_AUTH_USERNAME and ETCD_AUTH_PASSWORD",
+                    ),
+                    Some(PERMISSION_DENIED) => f.write_str(
+                        "; give the user in ETCD_AUTH_USERNAME rights on the prefix \
+                         /kvx/v1/instances/FLEET/: engines to write, routers to read",
                     ),
                     _ => Ok(()),
                 }

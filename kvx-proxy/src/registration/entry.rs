@@ -64,7 +64,8 @@ impl OwnEntry {
         let (role, registration) = parse(id, read.clone()).map_err(wrong)?;
         if registration.setup.is_local() {
             tracing::warn!(
-                "routers on other hosts cannot reach {}: register the address that they reach",
+                "routers on other hosts cannot reach {}: register the address that they reach \
+                 (kvx serve: --host or --register-url; kvx register: --url)",
                 registration.setup.name()
             );
         }
@@ -82,6 +83,15 @@ impl OwnEntry {
             ..=LONGEST => Ok(entry),
             length => Err(wrong(format!("it takes {length} bytes, and {LONGEST} is the most"))),
         }
+    }
+
+    /// Logs that the entry is in etcd.
+    pub(super) fn log_registered(&self) {
+        let signed = match &self.secret {
+            Some(_) => "signed",
+            None => "not signed: without KVX_SECRET_FILE, routers with a secret refuse it",
+        };
+        tracing::info!("registered as {}, {signed}", self.key);
     }
 
     /// Returns the value, valid from now on.

@@ -135,8 +135,10 @@ impl Keeper {
             sleep(pause).await; // until the lease must be renewed
             match self.renew(lease.id, &mut renew_at).await {
                 Ok(true) => {
-                    self.registered.send_replace(true);
                     self.reporter.works();
+                    if !self.registered.send_replace(true) {
+                        self.entry.log_registered();
+                    }
                     self.backoff.reset();
                     pause = every;
                 }

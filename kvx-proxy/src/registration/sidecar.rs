@@ -6,6 +6,7 @@ use tokio::time::{Instant, sleep};
 
 use super::entry::OwnEntry;
 use super::register::{Registered, register};
+use crate::backoff::Reporter;
 use crate::endpoint::{Endpoint, EndpointClient, EndpointError, client, head_by};
 use crate::error::Result;
 use crate::setup::{FleetAddress, FleetSecret};
@@ -39,20 +40,22 @@ pub async fn register_while_healthy(
     let mut registered = None;
     let watching = async {
         let mut healthy_at = Instant::now();
+        let mut reporter = Reporter::new("the engine's health");
         loop {
             match check(&http, &endpoint).await {
                 Ok(()) => {
                     healthy_at = Instant::now();
+                    reporter.works();
                     if registered.is_none() {
                         registered = Some(register(fleet, instance, secret)?);
-                        tracing::info!("{} is healthy: registered", endpoint.url());
+                        tracing::info!("{} is healthy: registering", endpoint.url());
                     }
                 }
                 Err(why) if healthy_at.elapsed() >= PATIENCE && registered.is_some() => {
                     tracing::warn!("{} is not healthy, and leaves: {why}", endpoint.url());
                     leave(registered.take()).await;
                 }
-                Err(_) => {}
+                Err(why) => reporter.failed(format_args!("{}: {why}", endpoint.url())),
             }
             sleep(EVERY).await; // between checks
         }

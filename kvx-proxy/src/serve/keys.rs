@@ -35,8 +35,14 @@ impl Keys {
     /// if other users have access to the file. A group may read a file of root: Kubernetes and
     /// systemd give secrets to processes so.
     pub(crate) fn from_file(path: &Path) -> Result<Self> {
-        let failed =
-            |error| Error::io(format_args!("cannot read the keys in {}", path.display()), error);
+        let failed = |error| {
+            let path = path.display();
+            let what = format_args!(
+                "cannot read the clients' keys in {path} (one per line, mode 600; a relative path \
+                 starts in the working directory)"
+            );
+            Error::io(what, error)
+        };
         let mut file = File::open(path).map_err(failed)?;
         let metadata = file.metadata().map_err(failed)?;
         let mode = metadata.mode() & 0o7777;

@@ -111,7 +111,13 @@ pub(crate) async fn listen(setup: &Setup) -> Result<TcpListener> {
     let host = setup.host.trim_start_matches('[').trim_end_matches(']');
     let listener = TcpListener::bind((host, setup.port)).await;
     listener.map_err(|error| {
-        Error::io(format_args!("cannot listen on {}:{}", setup.host, setup.port), error)
+        let hint = match error.kind() {
+            std::io::ErrorKind::AddrInUse => {
+                " (choose another --port; 0 for --check next to a running router)"
+            }
+            _ => "",
+        };
+        Error::io(format_args!("cannot listen on {}:{}{hint}", setup.host, setup.port), error)
     })
 }
 
@@ -139,6 +145,11 @@ impl Handle {
                 ));
             }
             next.set(acceptor);
+            let fixed = self.core.live().setup.fixed_differences(&setup);
+            if !fixed.is_empty() {
+                let keys = fixed.join(", ");
+                tracing::warn!("a running router does not change {keys}: restart it");
+            }
             Ok(setup)
         };
         self.core.replace(read, || self.tls.set(next.now())).await

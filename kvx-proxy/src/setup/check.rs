@@ -58,6 +58,26 @@ fn pods<'a>(setup: &'a Setup, pool: &'a str) -> impl Iterator<Item = Finding> + 
 }
 
 impl Setup {
+    /// Returns the keys that differ in `next` and that a running router does not change.
+    pub(crate) fn fixed_differences(&self, next: &Setup) -> Vec<&'static str> {
+        let (limits, new) = (&self.limits, &next.limits);
+        let per_address = "limits.connections_per_address";
+        let keys = [
+            ("host", self.host != next.host),
+            ("port", self.port != next.port),
+            ("release", self.release != next.release),
+            ("access_log", self.access_log != next.access_log),
+            ("record", self.record != next.record),
+            ("record_size", self.record_size != next.record_size),
+            ("limits.connections", limits.connections != new.connections),
+            (per_address, limits.connections_per_address != new.connections_per_address),
+            ("limits.headers", limits.headers != new.headers),
+            ("limits.header_time", limits.header_time != new.header_time),
+            ("limits.stall", limits.stall != new.stall),
+        ];
+        keys.into_iter().filter_map(|(key, differs)| differs.then_some(key)).collect()
+    }
+
     /// Describes this configuration, and reports what would not work. Sends no requests to
     /// instances; [`check`](crate::check) does.
     pub fn findings(&self) -> Vec<Finding> {
@@ -121,10 +141,12 @@ impl Setup {
         }
         if let Some(fleet) = &self.discovery.etcd {
             let signed = match &self.fleet_secret {
-                Some(_) => "that are signed with the fleet's secret",
-                None => "in both roles",
+                Some(_) => ", if they are signed with the fleet's secret",
+                None => "",
             };
-            found.push(Means(format!("instances register themselves at {fleet}, {signed}")));
+            found.push(Means(format!(
+                "instances that register themselves at {fleet} are used, in both roles{signed}"
+            )));
             if self.fleet_secret.is_none() {
                 let words = format!(
                     "anyone who can write to {fleet} can receive prompts: give the fleet a secret, \
@@ -283,6 +305,15 @@ mod tests {
             1,
             "{closed:?}"
         );
+    }
+
+    #[test]
+    fn keys_that_need_a_restart_are_named() {
+        let setup = Setup::from_toml(GOOD).unwrap();
+        assert_eq!(setup.fixed_differences(&setup), [""; 0]);
+        let changed = "host = '10.0.0.9'\ndrain = '1s'\n[limits]\nstall = '7s'\nqueue = 1\n";
+        let next = Setup::from_toml(&format!("{changed}{GOOD}")).unwrap();
+        assert_eq!(setup.fixed_differences(&next), ["host", "limits.stall"]);
     }
 
     #[test]

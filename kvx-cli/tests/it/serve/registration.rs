@@ -196,7 +196,7 @@ fn unusable_registrations_stop_the_start() {
             "--register-role prefill or decode",
         ),
         #[cfg(not(feature = "tls"))]
-        (&["--register", "etcd+https://127.0.0.1:1/f"], "this build has no TLS"),
+        (&["--register", "etcd+https://127.0.0.1:1/f"], "this build has none"),
     ] {
         let model = model(&["--arch", "llama"]);
         let args = ServerArgs { arguments, ..ServerArgs::default() };

@@ -178,7 +178,7 @@ fn nixl_is_checked(words: Words) {
         return skip(&this_test(), absent, "cargo xtask test --install");
     };
     let said = printed(words.kvx().env("VIRTUAL_ENV", environment));
-    assert!(said.contains("blocks of 4 KiB read and verified"), "{said}");
+    assert!(said.contains("KVX: 1024 blocks of 4 KiB "), "{said}");
 }
 
 fn nixl_is_installed(mut words: Words) {

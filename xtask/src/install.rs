@@ -139,7 +139,7 @@ fn install(
     progress.begins("Debian packages");
     note("Debian packages", install_debian_packages(&packages, deadline));
     for (name, peer) in peers {
-        progress.begins(&format!("installs {name}"));
+        progress.begins(&format!("wheels and libraries of {name}"));
         let installed = install_wheels(name, &peer.wheels, target, deadline);
         note(name, installed.and_then(|()| peers::build(name, &peer.libraries, target, deadline)));
     }

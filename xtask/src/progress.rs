@@ -87,9 +87,11 @@ pub(crate) fn tick() {
     }
 }
 
-/// Clears the line for other output.
+/// Clears the line for other output, after the last of a child's.
 pub(crate) fn clear() {
-    locked(&LINE).clear();
+    let mut line = locked(&LINE);
+    line.clear();
+    line.is_broken = false;
 }
 
 /// The line, and the output above it.

@@ -12,6 +12,7 @@ use std::time::Duration;
 use clap::Args;
 use kvx::Secret;
 use kvx::config::KvTransferConfig;
+use kvx::connector::nixl::BACKEND;
 use kvx::connector::{
     Address, CompatibilityFactors, NixlAgentMetadata, Probe, Version, WorkerRank, probe,
 };
@@ -258,26 +259,37 @@ impl ProbeVerdict {
         Ok(())
     }
 
-    /// Checks whether an engine that reads through NIXL has a backend in common.
+    /// Checks whether the engine can reach the prefill's NIXL agent.
     fn compare_backends(
         &mut self,
         theirs: &NixlAgentMetadata,
         config: &KvTransferConfig,
     ) -> Result<()> {
-        let theirs = match nixl_backends(&theirs.agent_metadata) {
-            Ok(names) if !names.is_empty() && config.kv_connector_module_path().is_none() => names,
-            _ => return Ok(()),
-        };
-        let ours = config.backends()?.unwrap_or_else(|| vec!["UCX".to_owned()]);
-        if ours.iter().any(|own| theirs.iter().any(|name| name.eq_ignore_ascii_case(own))) {
+        let names = nixl_backends(&theirs.agent_metadata).unwrap_or_default();
+        if names.is_empty() || config.kv_connector_module_path().is_some() {
             return Ok(());
         }
-        self.notes.push(format!(
-            "a vLLM with these arguments uses {} in NIXL, and the prefill's NIXL has {}: give both one \
-             backend in common; servers on kvx reach KVX by any backend, and others by RIXL",
-            ours.join(", "),
-            theirs.join(", ")
-        ));
+        let written = config.backends()?;
+        let ours = written.clone().unwrap_or_else(|| vec!["UCX".to_owned()]);
+        let has = |list: &[String], name: &str| list.iter().any(|it| it.eq_ignore_ascii_case(name));
+        if ours.iter().any(|own| has(&names, own)) {
+            return Ok(());
+        }
+        let (here, there) = (ours.join(", "), names.join(", "));
+        // Servers on kvx need no common backend for these.
+        let reached_by_kvx =
+            theirs.kvx_metadata.is_some() || has(&names, BACKEND) || has(&ours, "RIXL");
+        if !reached_by_kvx && written.is_some() {
+            self.misfits.push(format!(
+                "backends {here} here, and {there} in the prefill's NIXL: give both one backend in common; a \
+                 server on kvx reaches {there} by RIXL"
+            ));
+        } else if !["SHM", "TCP", "RIXL"].iter().any(|name| has(&ours, name)) {
+            self.notes.push(format!(
+                "for a vLLM, which has {here} in NIXL with these arguments, no backend is in common with {there}; \
+                 a server on kvx needs none"
+            ));
+        }
         Ok(())
     }
 
@@ -355,6 +367,9 @@ fn newer_name(layout: &str) -> &str {
 
 #[cfg(test)]
 mod tests {
+    use kvx::config::Surroundings;
+    use kvx_vllm::wire::nixl::NixlBlob;
+
     use super::*;
 
     #[test]
@@ -365,5 +380,39 @@ mod tests {
         for wrong in ["10.0.0.1", ":5600", "h:0", "h:port", "h:70000"] {
             assert!(read(wrong).unwrap_err().to_string().contains("10.0.0.1:5600"), "{wrong}");
         }
+    }
+    #[test]
+    fn engines_without_a_backend_in_common_do_not_fit() {
+        let blob = |names: &[&str]| NixlBlob {
+            agent: "prefill".into(),
+            connections: names.iter().map(|name| ((*name).to_owned(), Vec::new())).collect(),
+            sections: Vec::new(),
+        };
+        let compared = |names: &[&str], extra: &str| {
+            let mut theirs = NixlAgentMetadata::new("prefill-0", Version::default());
+            theirs.agent_metadata = blob(names).encode().unwrap();
+            let json = format!(
+                "{{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_consumer\", \
+                 \"kv_connector_extra_config\": {{{extra}}}}}"
+            );
+            let config = KvTransferConfig::from_json(&json, &Surroundings::default()).unwrap();
+            let mut verdict = ProbeVerdict::default();
+            verdict.compare_backends(&theirs, &config).unwrap();
+            (verdict.misfits.join(""), verdict.notes.join(""))
+        };
+        let fits = (String::new(), String::new());
+        assert_eq!(compared(&["UCX"], ""), fits, "vLLM's default");
+        assert_eq!(compared(&["KVX", "UCX"], r#""backends": ["KVX"]"#), fits);
+        assert_eq!(compared(&["UCX"], r#""backends": ["RIXL"]"#), fits, "a server on kvx");
+        assert_eq!(compared(&["KVX"], r#""backends": ["TCP"]"#), fits, "a server on kvx");
+        assert_eq!(compared(&[], r#""backends": ["KVX"]"#), fits, "nothing is known");
+        for backends in ["KVX", "TCP"] {
+            let (misfit, note) =
+                compared(&["UCX", "GDS"], &format!("\"backends\": [{backends:?}]"));
+            assert!(misfit.starts_with(&format!("backends {backends} here, and UCX, GDS in")));
+            assert!(note.is_empty(), "{note}");
+        }
+        let (misfit, note) = compared(&["KVX"], "");
+        assert!(misfit.is_empty() && note.contains("no backend is in common with KVX"), "{note}");
     }
 }

@@ -157,3 +157,25 @@ pub(super) fn as_json(looked: &Probe, form: &QuestionForm, verdict: &ProbeVerdic
         })),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_backends_of_a_nixl_agent_are_named_once_and_without_control_characters() {
+        let agent = |names: &[&str]| {
+            let connections = names.iter().map(|name| ((*name).to_owned(), b"at".to_vec()));
+            let connections = connections.collect();
+            NixlBlob { agent: "a".into(), connections, sections: Vec::new() }.encode().unwrap()
+        };
+        let one = nixl_agent(&agent(&["KVX"]));
+        assert!(one.starts_with("backend KVX, ") && one.ends_with(" bytes"), "{one}");
+        let several = nixl_agent(&agent(&["UCX", "KVX", "UCX", "\u{1b}[2J"]));
+        assert!(several.starts_with("backends UCX, KVX, \\u{1b}[2J, "), "{several}");
+        assert!(nixl_agent(&agent(&[])).ends_with(" bytes, without a backend"));
+        assert_eq!(nixl_agent(&[]), "none");
+        let broken = nixl_agent(b"nixlSerDes|?");
+        assert!(broken.starts_with("12 bytes that kvx cannot read: "), "{broken}");
+    }
+}

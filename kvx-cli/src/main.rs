@@ -15,6 +15,7 @@ mod mooncake_adapter;
 mod nixl;
 #[cfg(feature = "connector")]
 mod probe;
+mod progress;
 #[cfg(feature = "proxy")]
 mod proxy;
 #[cfg(feature = "proxy")]

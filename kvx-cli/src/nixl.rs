@@ -31,8 +31,8 @@ pub(crate) struct Arguments {
     /// Remove the link that --install has created there.
     #[arg(long, value_name = "DIR|WHEEL", conflicts_with = "check")]
     remove: Option<PathBuf>,
-    /// Transfer blocks between two agents of each NIXL wheel, over KVX and over its own UCX, and
-    /// print the rates.
+    /// Transfer blocks between two agents of each NIXL wheel, over KVX and over its own UCX, in
+    /// turn, and print the rates with their spread and the routes.
     #[arg(long)]
     check: bool,
 }

@@ -1,20 +1,27 @@
 //! `kvx probe HOST:PORT`: shows the handshake of a prefill's side channel, and checks whether a
 //! decode engine is compatible.
 
-use std::io::{ErrorKind, Write};
-use std::path::Path;
+mod engine;
+mod release;
+mod report;
+
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
 use kvx::Secret;
-use kvx::config::{KvTransferConfig, Surroundings};
+use kvx::config::KvTransferConfig;
+use kvx::connector::nixl::BACKEND;
 use kvx::connector::{
     Address, CompatibilityFactors, NixlAgentMetadata, Probe, Version, WorkerRank, probe,
 };
 use kvx_vllm::wire::explain;
-use serde_json::{Value, json};
+use serde_json::json;
 
+use self::engine::Engine;
+use self::release::Release;
+use self::report::{as_json, in_words, nixl_backends};
 use super::Result;
 
 /// The exit status if there is no answer.
@@ -28,12 +35,16 @@ pub(crate) struct Arguments {
     /// of the prefill
     #[arg(value_name = "HOST:PORT")]
     address: String,
+    /// The HTTP API of the same engine, which is first asked for its version (`/version`, which
+    /// needs no key): a vLLM crashes on the handshake of another version. Without it, and for an
+    /// API that cannot be reached from here, set `kv_compat` in the arguments of `vllm serve`
+    #[arg(long, value_name = "http://HOST:PORT")]
+    api: Option<String>,
     /// Print JSON
     #[arg(long)]
     json: bool,
     /// The arguments of `vllm serve` of the decode engine, which is checked against the prefill.
-    /// Set `kv_compat` in the KV transfer config to probe another version: a vLLM crashes on a
-    /// version that it does not support
+    /// `kv_compat` in their KV transfer config is the version of a vLLM
     #[arg(last = true, value_name = "VLLM ARGUMENTS")]
     serve: Vec<String>,
 }
@@ -43,33 +54,102 @@ pub(crate) fn run(arguments: &Arguments, out: &mut dyn Write) -> Result<ExitCode
     let engine = Engine::read(&arguments.serve)?;
     let address = address(&arguments.address)?;
     let secret = Secret::from_environment()?;
-    let rank = WorkerRank { pp: 0, tp: 0 };
-    let looked = match probe(&address, rank, engine.version, secret, Duration::from_secs(5)) {
-        Ok(looked) => looked,
-        Err(error) => {
-            // The peer has answered, to refuse this secret.
-            let answered = error.kind() == kvx::ErrorKind::Authentication;
-            if arguments.json {
-                let failure = match answered {
-                    true => {
-                        json!({"answered": true, "fits": false, "misfits": [error.to_string()]})
-                    }
-                    false => json!({"answered": false, "error": error.to_string()}),
-                };
-                writeln!(out, "{failure:#}")?;
-            }
-            let what = if answered { "does not fit" } else { "no answer" };
-            eprintln!("kvx: {what}: {}: {error}", arguments.address);
-            return Ok(if answered { ExitCode::FAILURE } else { ExitCode::from(NO_ANSWER) });
+    let form = match QuestionForm::choose(arguments, &engine) {
+        Ok(form) => form,
+        Err(why) => {
+            eprintln!("kvx: {why}");
+            return unanswered(arguments, &why, out);
         }
     };
-    let verdict = ProbeVerdict::of(&looked, &engine)?;
+    let rank = WorkerRank { pp: 0, tp: 0 };
+    let looked = match probe(&address, rank, form.version, secret, Duration::from_secs(5)) {
+        Ok(looked) => looked,
+        // The peer has answered, to refuse this secret.
+        Err(error) if error.kind() == kvx::ErrorKind::Authentication => {
+            if arguments.json {
+                let misfits = [error.to_string()];
+                let failure = json!({"answered": true, "fits": false, "misfits": misfits});
+                writeln!(out, "{failure:#}")?;
+            }
+            eprintln!("kvx: does not fit: {}: {error}", arguments.address);
+            return Ok(ExitCode::FAILURE);
+        }
+        Err(error) => {
+            eprintln!("kvx: no answer: {}: {error}", arguments.address);
+            return unanswered(arguments, &error.to_string(), out);
+        }
+    };
+    let verdict = ProbeVerdict::of(&looked, &engine, &form)?;
     if arguments.json {
-        writeln!(out, "{:#}", as_json(&looked, &verdict))?;
+        writeln!(out, "{:#}", as_json(&looked, &form, &verdict))?;
     } else {
-        write!(out, "{}", in_words(arguments, &looked, &verdict))?;
+        write!(out, "{}", in_words(arguments, &looked, &form, &verdict))?;
     }
     Ok(if verdict.misfits.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn unanswered(arguments: &Arguments, error: &str, out: &mut dyn Write) -> Result<ExitCode> {
+    if arguments.json {
+        writeln!(out, "{:#}", json!({"answered": false, "error": error}))?;
+    }
+    Ok(ExitCode::from(NO_ANSWER))
+}
+
+/// The form of the question to the side channel.
+struct QuestionForm {
+    version: Version,
+    /// The answer of the engine's API.
+    release: Option<Release>,
+    /// The reason why the API did not decide.
+    note: Option<String>,
+}
+
+impl QuestionForm {
+    /// Chooses the form that does not harm the listener, or explains why it is not known.
+    fn choose(arguments: &Arguments, engine: &Engine) -> std::result::Result<Self, String> {
+        let release = arguments.api.as_deref().map(Release::of).transpose();
+        let note = match release {
+            Ok(Some(release)) => {
+                let version = match &release {
+                    Release::Kvx => engine.version,
+                    Release::Vllm(_, version) => *version,
+                };
+                return Ok(QuestionForm { version, release: Some(release), note: None });
+            }
+            Ok(None) => None,
+            Err(why) => Some(why.to_string()),
+        };
+        match engine.kv_compat {
+            Some(version) if version == version.spoken() => {
+                Ok(QuestionForm { version, release: None, note })
+            }
+            Some(version) => Err(format!(
+                "{} was not asked: kvx does not speak the handshake of {version}",
+                arguments.address
+            )),
+            None => Err(version_needed(arguments, note)),
+        }
+    }
+}
+
+fn version_needed(arguments: &Arguments, why: Option<String>) -> String {
+    let address = &arguments.address;
+    let host = address.rsplit_once(':').map_or("HOST", |(host, _)| host);
+    let (why, api) = match why {
+        Some(why) => (format!(": {why}"), "HOST:PORT".to_owned()),
+        None => (String::new(), format!("{host}:8000")),
+    };
+    let (after, serve) = match arguments.serve.is_empty() {
+        true => ("", ""),
+        false => (" -- …", "… "),
+    };
+    format!(
+        "{address} was not asked: a vLLM crashes on the handshake of another version, and its version is not known{why}\n\
+         Give the HTTP API of the same engine, or its version (of `kvx serve`: any):\n  \
+         kvx probe {address} --api http://{api}{after}\n  \
+         kvx probe {address} -- {serve}--kv-transfer-config.kv_connector_extra_config.kv_compat={}",
+        Version::default().as_str()
+    )
 }
 
 fn address(text: &str) -> Result<Address> {
@@ -84,115 +164,6 @@ fn address(text: &str) -> Result<Address> {
     Ok(Address { host: host.trim_start_matches('[').trim_end_matches(']').into(), port })
 }
 
-/// The decode engine, as far as its arguments describe it.
-struct Engine {
-    version: Version,
-    /// `None` if no arguments were given.
-    config: Option<KvTransferConfig>,
-    factors: CompatibilityFactors,
-    /// The reason that the hash cannot be computed.
-    unknown: Option<String>,
-    /// True if the model's weights are float32 and no argument names the served type.
-    is_float32: bool,
-    block_size: Option<u64>,
-}
-
-impl Engine {
-    fn read(serve: &[String]) -> Result<Self> {
-        let (config, rest) =
-            KvTransferConfig::from_arguments(serve.to_vec(), &Surroundings::of_process())?;
-        let option = |names: &[&str]| option(&rest, names);
-        let model = option(&["--model"])
-            .or_else(|| rest.first().filter(|first| !first.starts_with('-')).cloned());
-        let model = model.unwrap_or_default();
-        let mut factors = CompatibilityFactors::from_config(&config, &model);
-        let mut dtype = None;
-        if let Some(text) = model_config(&model)? {
-            let whole = text.get("text_config").unwrap_or(&text);
-            let number =
-                |key: &str| whole[key].as_u64().and_then(|number| u32::try_from(number).ok());
-            let heads = number("num_attention_heads");
-            factors.num_kv_heads = number("num_key_value_heads").or(heads).unwrap_or(0);
-            let divided = || Some(number("hidden_size")? / heads.filter(|heads| *heads > 0)?);
-            factors.head_size = number("head_dim").or_else(divided).unwrap_or(0);
-            factors.num_hidden_layers = number("num_hidden_layers").unwrap_or(0);
-            let written = ["dtype", "torch_dtype"]
-                .iter()
-                .find_map(|key| whole[key].as_str().or(text[key].as_str()));
-            dtype = written.map(str::to_owned);
-        }
-        // Choose as vLLM does: `auto` is the type of the model, but never float32.
-        let chosen = option(&["--dtype"]).filter(|dtype| dtype != "auto");
-        let is_float32 = chosen.is_none() && dtype.as_deref() == Some("float32");
-        let chosen = chosen.or(dtype.filter(|dtype| dtype != "float32"));
-        match chosen.as_deref() {
-            Some("half") => factors.dtype = "torch.float16".to_owned(),
-            Some("float") => factors.dtype = "torch.float32".to_owned(),
-            Some(dtype) => factors.dtype = format!("torch.{}", dtype.trim_start_matches("torch.")),
-            None => {}
-        }
-        if let Some(cache) = option(&["--kv-cache-dtype"]) {
-            factors.cache_dtype = cache;
-        }
-        if let Some(backend) = option(&["--attention-backend"]) {
-            factors.attn_backend_name = backend;
-        }
-        factors.is_hma_enabled =
-            !rest.iter().any(|word| dashes(word) == "--disable-hybrid-kv-cache-manager");
-        let block_size = option(&["--block-size"]).and_then(|size| size.parse().ok());
-        let written = |key: &str| factors.further.contains_key(key);
-        let sized =
-            factors.num_kv_heads > 0 && factors.head_size > 0 && factors.num_hidden_layers > 0;
-        let unknown = if model.is_empty() && !written("model") {
-            Some("no model is named: name it as for `vllm serve`".to_owned())
-        } else if !sized
-            && !["num_kv_heads", "head_size", "num_hidden_layers"].iter().all(|key| written(key))
-        {
-            Some(format!(
-                "there is no {model}/config.json with its heads, head size and layers: run this where \
-                the folder is, or \
-                 write num_kv_heads, head_size and num_hidden_layers in kv_connector_extra_config.factors"
-            ))
-        } else {
-            None
-        };
-        let config = (!serve.is_empty()).then_some(config);
-        Ok(Engine { version: factors.version, config, factors, unknown, is_float32, block_size })
-    }
-}
-
-/// Reads `config.json` of a model whose folder is on this machine.
-fn model_config(model: &str) -> Result<Option<Value>> {
-    let path = Path::new(model).join("config.json");
-    match std::fs::read_to_string(&path) {
-        _ if model.is_empty() => Ok(None),
-        Ok(text) => {
-            let config = serde_json::from_str(&text);
-            Ok(Some(config.map_err(|error| format!("{} is not JSON: {error}", path.display()))?))
-        }
-        // The name of a model whose folder is not on this machine.
-        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
-            Ok(None)
-        }
-        Err(error) => Err(format!("{}: {error}", path.display()).into()),
-    }
-}
-
-fn dashes(word: &str) -> String {
-    word.split('=').next().unwrap_or_default().replace('_', "-")
-}
-
-/// Returns the value of an option, separate or after `=`; the last one counts.
-fn option(rest: &[String], names: &[&str]) -> Option<String> {
-    let position = rest
-        .iter()
-        .rposition(|word| word.starts_with("--") && names.contains(&dashes(word).as_str()))?;
-    match rest[position].split_once('=') {
-        Some((_, value)) => Some(value.to_owned()),
-        None => rest.get(position + 1).cloned(),
-    }
-}
-
 /// The incompatibilities, and other notes.
 #[derive(Default)]
 struct ProbeVerdict {
@@ -201,8 +172,11 @@ struct ProbeVerdict {
 }
 
 impl ProbeVerdict {
-    fn of(looked: &Probe, engine: &Engine) -> Result<Self> {
+    fn of(looked: &Probe, engine: &Engine, form: &QuestionForm) -> Result<Self> {
         let mut verdict = ProbeVerdict::default();
+        if let Some(note) = &form.note {
+            verdict.notes.push(format!("the version is that of kv_compat: {note}"));
+        }
         if let Err(error) = &looked.kvx {
             verdict.misfits.push(error.sentence().to_owned());
         }
@@ -216,7 +190,7 @@ impl ProbeVerdict {
         let metadata = match &looked.metadata {
             Ok(metadata) => metadata,
             Err(error) => {
-                let version = engine.version;
+                let version = form.version;
                 verdict.misfits.push(format!(
                     "its metadata does not have the format of {version} ({}): set its version with kv_compat in \
                     --kv-transfer-config",
@@ -229,8 +203,9 @@ impl ProbeVerdict {
             verdict.misfits.push(error.sentence().to_owned());
         }
         if let Some(config) = &engine.config {
-            verdict.compare_hashes(looked, engine, config)?;
+            verdict.compare_hashes(looked, engine, config, form.release.as_ref())?;
             verdict.compare_memory(metadata, engine, config);
+            verdict.compare_backends(metadata, config)?;
         }
         Ok(verdict)
     }
@@ -240,6 +215,7 @@ impl ProbeVerdict {
         looked: &Probe,
         engine: &Engine,
         config: &KvTransferConfig,
+        release: Option<&Release>,
     ) -> Result<()> {
         if let Some(why) = &engine.unknown {
             self.notes.push(format!("the compatibility hashes were not compared: {why}"));
@@ -250,16 +226,28 @@ impl ProbeVerdict {
             self.notes.push("the compatibility hashes are the same".to_owned());
             return Ok(());
         }
-        let why = match explain(&engine.factors, &looked.hash)? {
-            Some(differences) => {
-                let all: Vec<_> = differences.iter().map(ToString::to_string).collect();
-                format!("{}: use the same value on both sides, or set it in kv_connector_extra_config.factors", all.join(", and "))
-            }
-            None => "no known value of one or two factors explains it: compare model names as given to `vllm serve`, \
-                     versions with their suffixes, and vLLM's log line of its factors"
-                .to_owned(),
-        };
-        let mut said = format!("compatibility hash {ours} here, {} there; {why}", looked.hash);
+        let mut said = format!("compatibility hash {ours} here, {} there; ", looked.hash);
+        // What differs besides the release, which is known.
+        let mut factors = engine.factors.clone();
+        if let Some(Release::Vllm(release, version)) = release
+            && let Some(cure) = adopt(&mut factors, release, *version)
+        {
+            said += &cure;
+        }
+        if factors.hash()? != looked.hash {
+            said += &match explain(&factors, &looked.hash)? {
+                Some(differences) => {
+                    let all: Vec<_> = differences.iter().map(ToString::to_string).collect();
+                    format!(
+                        "{}: use the same value on both sides, or set it in kv_connector_extra_config.factors",
+                        all.join(", and ")
+                    )
+                }
+                None => "no known value of one or two factors explains it: compare model names as given to `vllm serve`, \
+                         versions with their suffixes, and vLLM's log line of its factors"
+                    .to_owned(),
+            };
+        }
         if engine.is_float32 {
             said += "; config.json says float32, which vLLM serves as bfloat16 and `kvx serve` as it is: if this is the \
                      latter, give --dtype float32 here";
@@ -267,6 +255,40 @@ impl ProbeVerdict {
         match config.nixl().enforce_handshake_compat {
             true => self.misfits.push(said),
             false => self.notes.push(format!("not enforced: {said}")),
+        }
+        Ok(())
+    }
+
+    /// Checks whether the engine can reach the prefill's NIXL agent.
+    fn compare_backends(
+        &mut self,
+        theirs: &NixlAgentMetadata,
+        config: &KvTransferConfig,
+    ) -> Result<()> {
+        let names = nixl_backends(&theirs.agent_metadata).unwrap_or_default();
+        if names.is_empty() || config.kv_connector_module_path().is_some() {
+            return Ok(());
+        }
+        let written = config.backends()?;
+        let ours = written.clone().unwrap_or_else(|| vec!["UCX".to_owned()]);
+        let has = |list: &[String], name: &str| list.iter().any(|it| it.eq_ignore_ascii_case(name));
+        if ours.iter().any(|own| has(&names, own)) {
+            return Ok(());
+        }
+        let (here, there) = (ours.join(", "), names.join(", "));
+        // Servers on kvx need no common backend for these.
+        let reached_by_kvx =
+            theirs.kvx_metadata.is_some() || has(&names, BACKEND) || has(&ours, "RIXL");
+        if !reached_by_kvx && written.is_some() {
+            self.misfits.push(format!(
+                "backends {here} here, and {there} in the prefill's NIXL: give both one backend in common; a \
+                 server on kvx reaches {there} by RIXL"
+            ));
+        } else if !["SHM", "TCP", "RIXL"].iter().any(|name| has(&ours, name)) {
+            self.notes.push(format!(
+                "for a vLLM, which has {here} in NIXL with these arguments, no backend is in common with {there}; \
+                 a server on kvx needs none"
+            ));
         }
         Ok(())
     }
@@ -310,6 +332,31 @@ impl ProbeVerdict {
     }
 }
 
+/// Gives the factors this release of vLLM, and returns what to set so that an engine has it.
+/// `None` if the factors have it.
+fn adopt(factors: &mut CompatibilityFactors, release: &str, version: Version) -> Option<String> {
+    let map = factors.map();
+    let here = map["vllm_version"].as_str().unwrap_or_default().to_owned();
+    if here == release && factors.version == version {
+        return None;
+    }
+    let mut cure = format!("it runs vLLM {release}, and this engine has {here}: ");
+    if factors.version != version {
+        cure += &format!("set kv_compat to {:?} ", version.as_str());
+    }
+    if release != version.vllm_version() {
+        let and = if factors.version != version { "and " } else { "set " };
+        cure += &format!("{and}factors to {{\"vllm_version\": {release:?}}} ");
+    }
+    cure += "in kv_connector_extra_config of a server on kvx; ";
+    factors.further.remove("vllm_version");
+    factors.further.remove("nixl_connector_version");
+    factors.version = version;
+    factors.vllm_version = release.to_owned();
+    factors.connector_version = version.connector_version();
+    Some(cure)
+}
+
 fn newer_name(layout: &str) -> &str {
     match layout {
         "NHD" => "LBNHC",
@@ -318,116 +365,12 @@ fn newer_name(layout: &str) -> &str {
     }
 }
 
-fn in_words(arguments: &Arguments, looked: &Probe, verdict: &ProbeVerdict) -> String {
-    let mut text = String::new();
-    let mut line = |name: &str, value: String| text.push_str(&format!("{name:<22}{value}\n"));
-    line("side channel", format!("{} answers in {:?}", arguments.address, looked.round_trip));
-    line("protocol", speaks(looked).to_owned());
-    if looked.refusal.is_none() {
-        line("compatibility hash", looked.hash.to_string());
-    }
-    if let Some(metadata) = told(looked) {
-        line("engine id", metadata.engine_id.clone());
-        line(
-            "regions",
-            format!(
-                "{} of {} blocks, {} tokens a block",
-                metadata.regions(),
-                metadata.num_blocks,
-                metadata.block_size
-            ),
-        );
-        line("block bytes", each(&metadata.block_lens));
-        line(
-            "layout",
-            format!("{}, {}", metadata.kv_cache_layout, or_none(&metadata.attn_backend_name)),
-        );
-        if metadata.dcp_size > 1 || metadata.pcp_size > 1 {
-            line(
-                "context parallel",
-                format!("decode {}, prefill {}", metadata.dcp_size, metadata.pcp_size),
-            );
-        }
-        line("NIXL agent", bytes(Some(&metadata.agent_metadata)));
-        line("kvx agent", bytes(metadata.kvx_metadata.as_ref()));
-    }
-    for note in &verdict.notes {
-        line("note", note.clone());
-    }
-    for misfit in &verdict.misfits {
-        line("does not fit", misfit.clone());
-    }
-    if verdict.misfits.is_empty() && !arguments.serve.is_empty() {
-        line("fits", "no compared value differs".to_owned());
-    }
-    text
-}
-
-/// Returns the metadata, if the peer sent it.
-fn told(looked: &Probe) -> Option<&NixlAgentMetadata> {
-    looked.metadata.as_ref().ok().filter(|_| looked.refusal.is_none())
-}
-
-fn speaks(looked: &Probe) -> &'static str {
-    match &looked.kvx {
-        Ok(true) => "kvx, and vLLM's handshake",
-        Ok(false) => "vLLM's handshake",
-        Err(_) => "kvx, without its own metadata: the secrets differ",
-    }
-}
-
-fn each(numbers: &[u64]) -> String {
-    match numbers {
-        [first, rest @ ..] if rest.iter().all(|number| number == first) => {
-            format!("{first} in each region")
-        }
-        _ => format!("{numbers:?}"),
-    }
-}
-
-fn or_none(text: &str) -> &str {
-    if text.is_empty() { "no attention backend named" } else { text }
-}
-
-fn bytes(blob: Option<&Vec<u8>>) -> String {
-    match blob.filter(|blob| !blob.is_empty()) {
-        Some(blob) => format!("{} bytes", blob.len()),
-        None => "none".to_owned(),
-    }
-}
-
-fn as_json(looked: &Probe, verdict: &ProbeVerdict) -> Value {
-    let metadata = told(looked);
-    json!({
-        "answered": true,
-        "fits": verdict.misfits.is_empty(),
-        "misfits": verdict.misfits,
-        "notes": verdict.notes,
-        "kvx": *looked.kvx.as_ref().unwrap_or(&true),
-        "compatibility_hash": looked.hash.as_str(),
-        "round_trip_us": u64::try_from(looked.round_trip.as_micros()).unwrap_or(u64::MAX),
-        "engine": metadata.map(|metadata| json!({
-            "engine_id": metadata.engine_id,
-            "num_blocks": metadata.num_blocks,
-            "block_size": metadata.block_size,
-            "block_lens": metadata.block_lens,
-            "kv_cache_layout": metadata.kv_cache_layout,
-            "attn_backend_name": metadata.attn_backend_name,
-            "dcp_size": metadata.dcp_size,
-            "pcp_size": metadata.pcp_size,
-            "nixl_agent_bytes": metadata.agent_metadata.len(),
-            "kvx_agent_bytes": metadata.kvx_metadata.as_ref().map_or(0, Vec::len),
-        })),
-    })
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use kvx::config::Surroundings;
+    use kvx_vllm::wire::nixl::NixlBlob;
 
-    fn engine(serve: &[&str]) -> Engine {
-        Engine::read(&serve.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>()).unwrap()
-    }
+    use super::*;
 
     #[test]
     fn addresses_have_a_host_and_a_port() {
@@ -438,40 +381,38 @@ mod tests {
             assert!(read(wrong).unwrap_err().to_string().contains("10.0.0.1:5600"), "{wrong}");
         }
     }
-
     #[test]
-    fn factors_come_from_the_arguments_and_from_the_models_folder() {
-        let folder = std::env::temp_dir().join(format!("kvx-probe-model-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let config = json!({"num_attention_heads": 16, "hidden_size": 1024, "num_key_value_heads": 8,
-            "num_hidden_layers": 28, "torch_dtype": "float16"});
-        std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
-        let path = folder.to_str().unwrap();
-        let read = engine(&[
-            path,
-            "--kv_cache_dtype=fp8",
-            "--block-size",
-            "32",
-            "--disable-hybrid-kv-cache-manager",
-        ]);
-        std::fs::remove_dir_all(&folder).unwrap();
-        let factors = &read.factors;
-        assert_eq!(
-            (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers),
-            (8, 64, 28)
-        );
-        assert_eq!(
-            (&*factors.dtype, &*factors.cache_dtype, &*factors.model),
-            ("torch.float16", "fp8", path)
-        );
-        assert_eq!(
-            (factors.is_hma_enabled, read.block_size, read.unknown),
-            (false, Some(32), None)
-        );
-
-        let unknown = engine(&["--model", "Qwen/Qwen3-0.6B", "--dtype", "half"]);
-        assert_eq!(unknown.factors.dtype, "torch.float16");
-        assert!(unknown.unknown.unwrap().contains("kv_connector_extra_config.factors"));
-        assert!(engine(&[]).config.is_none());
+    fn engines_without_a_backend_in_common_do_not_fit() {
+        let blob = |names: &[&str]| NixlBlob {
+            agent: "prefill".into(),
+            connections: names.iter().map(|name| ((*name).to_owned(), Vec::new())).collect(),
+            sections: Vec::new(),
+        };
+        let compared = |names: &[&str], extra: &str| {
+            let mut theirs = NixlAgentMetadata::new("prefill-0", Version::default());
+            theirs.agent_metadata = blob(names).encode().unwrap();
+            let json = format!(
+                "{{\"kv_connector\": \"NixlConnector\", \"kv_role\": \"kv_consumer\", \
+                 \"kv_connector_extra_config\": {{{extra}}}}}"
+            );
+            let config = KvTransferConfig::from_json(&json, &Surroundings::default()).unwrap();
+            let mut verdict = ProbeVerdict::default();
+            verdict.compare_backends(&theirs, &config).unwrap();
+            (verdict.misfits.join(""), verdict.notes.join(""))
+        };
+        let fits = (String::new(), String::new());
+        assert_eq!(compared(&["UCX"], ""), fits, "vLLM's default");
+        assert_eq!(compared(&["KVX", "UCX"], r#""backends": ["KVX"]"#), fits);
+        assert_eq!(compared(&["UCX"], r#""backends": ["RIXL"]"#), fits, "a server on kvx");
+        assert_eq!(compared(&["KVX"], r#""backends": ["TCP"]"#), fits, "a server on kvx");
+        assert_eq!(compared(&[], r#""backends": ["KVX"]"#), fits, "nothing is known");
+        for backends in ["KVX", "TCP"] {
+            let (misfit, note) =
+                compared(&["UCX", "GDS"], &format!("\"backends\": [{backends:?}]"));
+            assert!(misfit.starts_with(&format!("backends {backends} here, and UCX, GDS in")));
+            assert!(note.is_empty(), "{note}");
+        }
+        let (misfit, note) = compared(&["KVX"], "");
+        assert!(misfit.is_empty() && note.contains("no backend is in common with KVX"), "{note}");
     }
 }

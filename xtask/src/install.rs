@@ -12,6 +12,7 @@ use std::time::Duration;
 use serde::Deserialize;
 
 use crate::process::{self, Deadline, Output, must_succeed};
+use crate::progress::Progress;
 use crate::{Result, peers};
 
 /// NIXL's library below the packages of its wheel's environment.
@@ -81,6 +82,8 @@ pub(crate) fn run(target: &Path, whole: bool, limit: Duration) -> Vec<String> {
     let debian = with_missing_programs(&TABLE.debian, &TABLE.programs, is_in_path);
     let mut failures = install(&debian, &peers, target, deadline);
     if whole && !cargo_deny(target).exists() {
+        let progress = Progress::unlike(1);
+        progress.begins("builds cargo-deny");
         let mut cargo =
             process::cargo(["install", "--locked", "--version", &TABLE.cargo_deny, "cargo-deny"]);
         cargo.arg("--root").arg(target.join("peers/cargo-deny"));
@@ -129,11 +132,14 @@ fn install(
     let packages = debian.iter().chain(peers.iter().flat_map(|(_, peer)| &peer.debian));
     let packages = packages.map(|(name, why)| (name.as_str(), why.as_str())).collect();
     let mut failures = Vec::new();
+    let progress = Progress::unlike(1 + peers.len());
     let mut note = |name: &str, result: Result<()>| {
         failures.extend(result.err().map(|error| format!("{name}: {error}")));
     };
+    progress.begins("Debian packages");
     note("Debian packages", install_debian_packages(&packages, deadline));
     for (name, peer) in peers {
+        progress.begins(&format!("wheels and libraries of {name}"));
         let installed = install_wheels(name, &peer.wheels, target, deadline);
         note(name, installed.and_then(|()| peers::build(name, &peer.libraries, target, deadline)));
     }

@@ -15,6 +15,7 @@ use crate::bars::{Bar, lines, print_table};
 use crate::install::{Environment, NIXL_LIBRARY};
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline};
+use crate::progress::Progress;
 use crate::{Result, peers};
 
 /// The script that NIXL's Python runs with the folder of the release build.
@@ -101,16 +102,19 @@ pub(crate) fn run(options: &LimitsOptions) -> Result<bool> {
     build(&runs)?;
     let mut bars: Vec<_> =
         runs.iter().flat_map(|run| &run.bars).map(|bar| (bar, Vec::new())).collect();
+    let progress = Progress::of(options.times as usize * runs.len(), None);
     for time in 0..options.times {
         let mut figures = bars.iter_mut().map(|(_, figures)| figures);
         for run in &runs {
-            eprintln!("{} of {}: {}", time + 1, options.times, run.name);
+            let what = format!("{}, time {} of {}", run.name, time + 1, options.times);
+            eprintln!("{}", progress.begins(&what));
             let lines = run.run(&target)?;
             for (bar, figures) in run.bars.iter().zip(&mut figures) {
                 figures.push(bar.figure(&lines, run.field.as_deref().unwrap_or("ratio"))?);
             }
         }
     }
+    drop(progress);
     let (rows, held): (Vec<_>, Vec<_>) =
         bars.into_iter().map(|(bar, figures)| bar.row(figures)).unzip();
     print_table(&format!("bar | asked | median of {} | from | to | ", options.times), &rows);
@@ -127,9 +131,11 @@ fn build(runs: &[Run]) -> Result<()> {
     };
     let builds: BTreeSet<_> = runs.iter().map(line).collect();
     let deadline = Deadline::after(BUILD_LIMIT);
-    builds
-        .iter()
-        .try_for_each(|line| process::must_succeed(process::cargo(line.split(' ')), deadline))
+    let progress = Progress::unlike(builds.len());
+    builds.iter().try_for_each(|line| {
+        progress.begins(&format!("cargo {line}"));
+        process::must_succeed(process::cargo(line.split(' ')), deadline)
+    })
 }
 
 impl Run {

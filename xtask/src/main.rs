@@ -19,6 +19,7 @@ mod metadata;
 mod package;
 mod peers;
 mod process;
+mod progress;
 mod rdma;
 mod release;
 mod reliability;

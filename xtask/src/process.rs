@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::progress::{self, Above};
+
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 /// The interval at which a running child is checked.
@@ -46,7 +48,8 @@ impl Deadline {
 pub(crate) enum Output {
     /// Standard output and standard error, in one order, are shown as they arrive.
     Shown,
-    /// Standard output is kept and not shown; standard error is inherited.
+    /// Standard output is kept and not shown; standard error is inherited, or shown above the
+    /// line of the progress.
     Kept,
     /// Both streams are kept, in one order, and not shown.
     Quiet,
@@ -152,14 +155,22 @@ pub(crate) fn catch_interrupts() {
 /// An error means that the child could not be started or watched. An interrupt ends xtask.
 pub(crate) fn run(mut command: Command, limit: Duration, mode: Output) -> io::Result<Finished> {
     let (reader, writer) = io::pipe()?;
+    let mut errors = None;
     if mode != Output::Kept {
         command.stderr(writer.try_clone()?);
+    } else if progress::is_shown() {
+        let (mut reader, writer) = io::pipe()?;
+        command.stderr(writer);
+        let mut above = Above(io::stderr());
+        errors = Some(thread::spawn(move || io::copy(&mut reader, &mut above)));
     }
     let shown: Vec<Sink> = match mode {
-        Output::Shown => vec![Box::new(io::stdout())],
+        Output::Shown => vec![Box::new(Above(io::stdout()))],
         Output::Kept | Output::Quiet => Vec::new(),
     };
-    run_into(command, limit, (reader, writer), shown)
+    let finished = run_into(command, limit, (reader, writer), shown);
+    wait(GRACE, || errors.as_ref().is_none_or(thread::JoinHandle::is_finished));
+    finished
 }
 
 /// Runs a command like [`run`]. Both streams are shown, and written to `log`, as they arrive.
@@ -170,7 +181,7 @@ pub(crate) fn run_logged(
 ) -> io::Result<Finished> {
     let (reader, writer) = io::pipe()?;
     command.stderr(writer.try_clone()?);
-    run_into(command, limit, (reader, writer), vec![Box::new(io::stdout()), Box::new(log)])
+    run_into(command, limit, (reader, writer), vec![Box::new(Above(io::stdout())), Box::new(log)])
 }
 
 /// A destination of a child's output.
@@ -220,6 +231,7 @@ fn run_into(
     let timed_out = watch(Pid::from_child(&leader), deadline);
     let status = finish(&mut leader)?;
     wait(GRACE, || intake.is_finished());
+    progress::clear();
     Ok(Finished {
         end: if timed_out? { End::TimedOut(limit) } else { End::Exited(status) },
         output: String::from_utf8_lossy(&locked(&kept)).into_owned(),
@@ -236,6 +248,7 @@ fn watch(group: Pid, deadline: Deadline) -> io::Result<bool> {
             return Ok(true);
         }
         thread::sleep(TICK);
+        progress::tick();
         let signal = INTERRUPTED.load(Ordering::Relaxed);
         if signal != 0 {
             end_by(signal);
@@ -256,6 +269,7 @@ fn wait(limit: Duration, holds: impl Fn() -> bool) {
 fn end_by(signal: libc::c_int) -> ! {
     // Held until the end, so that no child is started or reaped any more.
     let running = locked(&RUNNING);
+    progress::clear();
     running.iter().for_each(|group| signal_group(*group, Signal::TERM));
     wait(GRACE, || running.iter().all(|group| exited(*group).unwrap_or(true)));
     running.iter().for_each(|group| signal_group(*group, Signal::KILL));

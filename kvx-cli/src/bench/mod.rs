@@ -7,7 +7,7 @@
 //! compares the bytes that arrived.
 //!
 //! Layers, each of which imports only from those before it:
-//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `progress`: points, memory and timing;
+//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`: points, memory and timing;
 //! 2. `bare`, `driver`, `sealed`, `access`, `content`: moves without kvx, and their bytes;
 //! 3. `target`, `initiator`, `device_limits`, `limits`, `session`: both processes and the limits;
 //! 4. `figures`, `arguments`, `companion`, `measure`: a point and its figures;
@@ -33,7 +33,6 @@ mod measure;
 mod notifications;
 pub(crate) mod points;
 pub(crate) mod pools;
-mod progress;
 mod readers;
 mod rounds;
 mod sealed;
@@ -50,9 +49,9 @@ use self::companion::Companion;
 pub(crate) use self::companion_mode::{CompanionArguments, run as answer};
 use self::figures::Output;
 use self::pools::Sizes;
-use self::progress::ProgressBar;
 use self::session::Session;
 pub(crate) use self::target::{TargetArguments, serve};
+use crate::progress::Progress;
 use crate::{Result, bytes};
 
 /// Runs the bench. With `for_people`, it prints a table unless JSON is requested.
@@ -124,12 +123,14 @@ fn points(bench: &mut Bench<'_>, backends: &[&'static str]) -> Result<()> {
     eprintln!("{count} points, {memory}, about {about_s} s");
     let mut session = Session::start(backends, registry, &arguments.options, sizes, about)?;
     let mut beside = arguments.beside.as_deref().map(Companion::start).transpose()?;
-    let mut bar = ProgressBar::of(points.len() * arguments.rounds);
+    let mut progress = Progress::new(points.len() * arguments.rounds, about);
     let mut wrong = 0;
     for point in &points {
-        let step = || bar.step(&point.to_string());
+        let what = point.to_string();
+        progress.show(&what);
+        let step = || progress.step(&what);
         let figures = measure::point(&mut session, point, beside.as_mut(), arguments, step)?;
-        bar.clear();
+        progress.clear();
         wrong += usize::from(!figures.verified);
         output.figures(&figures)?;
     }

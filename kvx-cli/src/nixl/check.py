@@ -1,4 +1,4 @@
-"""Moves shuffled blocks between two NIXL agents in two processes, and prints the rates. Exits after a minute at most."""
+"""Moves shuffled blocks between two NIXL agents in two processes, and prints the times as JSON. Exits after a minute at most."""
 import os, signal, struct, sys, time, types
 
 signal.alarm(60)
@@ -8,19 +8,22 @@ if "torch" not in sys.modules:  # older wheels import it without using it
     sys.modules["torch"] = torch
 out = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # keeps NIXL's log lines out of the results
-import ctypes, mmap, random
-from importlib import import_module
+import ctypes, json, mmap, random
+from importlib import import_module, metadata
 
-for module in ("nixl_cu12", "nixl_cu13", "nixl_rocm", "nixl"):
+backend, named, size = sys.argv[1], sys.argv[2], 64 << 20
+for module in [named] if named else ["nixl_cu12", "nixl_cu13", "nixl_rocm", "nixl"]:
     try:
         api = import_module(module + "._api")
         break
-    except ImportError:
-        pass
+    except ImportError as error:
+        why = error
+else:
+    sys.exit(f"Python cannot import NIXL: {why}")
 
-backend, size = sys.argv[1], 64 << 20
 (at_child, to_child), (at_parent, to_parent) = os.pipe(), os.pipe()
 child = os.fork()
+signal.alarm(60)  # a child does not inherit it
 here, there = (at_child, to_parent) if child == 0 else (at_parent, to_child)
 
 
@@ -55,6 +58,7 @@ theirs, name = struct.unpack("<Q", got[:8])[0], agent.add_remote_agent(got[8:])
 name = name if isinstance(name, str) else name.decode()
 send(agent.get_agent_metadata())
 receive()
+reads = []
 for length, count in ((4096, 1024), (65536, 512)):
     blocks = size // length
     ours, remote = random.sample(range(blocks), count), random.sample(range(blocks), count)
@@ -62,7 +66,7 @@ for length, count in ((4096, 1024), (65536, 512)):
     far = agent.get_xfer_descs([(theirs + b * length, length, 0) for b in remote], "DRAM")
     handle = agent.initialize_xfer("READ", local, far, name, b"")
     times = []
-    for turn in range(9):
+    for turn in range(15):
         started = time.perf_counter()
         state = agent.transfer(handle)
         while state == "PROC":
@@ -74,8 +78,14 @@ for length, count in ((4096, 1024), (65536, 512)):
         if memory[b * length:(b + 1) * length] != bytes(range(256)) * (length // 256):
             sys.exit("a block arrived with wrong bytes")
     agent.release_xfer_handle(handle)
-    median = sorted(times)[len(times) // 2]
-    print(f"  {backend}: {count} blocks of {length >> 10} KiB read and verified, {median * 1e6:.0f} us, "
-          f"{length * count / median / 1e9:.2f} GB/s", file=out, flush=True)
+    reads.append({"count": count, "length": length, "seconds": sorted(times)[len(times) // 2]})
+wheel = module.replace("_", "-")
+try:
+    wheel = f"{wheel} {metadata.version(wheel)}"
+except metadata.PackageNotFoundError:
+    pass
+maps = [line.split(maxsplit=5)[5:] for line in open("/proc/self/maps")]
+libraries = {path[0].strip() for path in maps if path and path[0].strip().endswith("/libnixl.so")}
+print(json.dumps({"wheel": wheel, "libraries": sorted(libraries), "reads": reads}), file=out, flush=True)
 send(b"end")
 os._exit(0)

@@ -14,7 +14,7 @@ use libtest_mimic::Trial;
 use serde_json::json;
 
 #[cfg(feature = "connector")]
-use crate::probe::prefill_of;
+use crate::probe::{api, prefill_of};
 use crate::program::{peers, plug_in};
 #[cfg(feature = "proxy")]
 use crate::proxy::commands::{serves, start};
@@ -63,11 +63,14 @@ const HERE: &[(&str, fn(Words))] = &[
     ("target/release/kvx nixl --install \"$VIRTUAL_ENV\"", nixl_is_installed),
     ("kvx secret fleet.secret", secret_is_made),
     #[cfg(feature = "connector")]
-    ("kvx probe 10.0.0.1:5600", |words| engine_is_probed(words, "prefill-0")),
-    #[cfg(feature = "connector")]
-    ("kvx probe 10.0.0.1:5600 -- --model Qwen/Qwen3-0.6B --dtype half", |words| {
-        engine_is_probed(words, "the compatibility hashes are the same")
+    ("kvx probe 10.0.0.1:5600 --api http://10.0.0.1:8100", |words| {
+        engine_is_probed(words, "prefill-0")
     }),
+    #[cfg(feature = "connector")]
+    (
+        "kvx probe 10.0.0.1:5600 --api http://10.0.0.1:8100 -- --model Qwen/Qwen3-0.6B --dtype half",
+        |words| engine_is_probed(words, "the compatibility hashes are the same"),
+    ),
     #[cfg(feature = "proxy")]
     (
         "kvx proxy --prefiller-hosts 10.0.0.1 10.0.0.2 --prefiller-ports 8100 8100 --decoder-hosts 10.0.0.3 --decoder-ports 8200",
@@ -175,7 +178,7 @@ fn nixl_is_checked(words: Words) {
         return skip(&this_test(), absent, "cargo xtask test --install");
     };
     let said = printed(words.kvx().env("VIRTUAL_ENV", environment));
-    assert!(said.contains("blocks of 4 KiB read and verified"), "{said}");
+    assert!(said.contains("KVX: 1024 blocks of 4 KiB "), "{said}");
 }
 
 fn nixl_is_installed(mut words: Words) {
@@ -196,6 +199,7 @@ fn secret_is_made(words: Words) {
 fn engine_is_probed(mut words: Words, told: &str) {
     let engine = prefill_of("Qwen/Qwen3-0.6B", "torch.float16");
     words.replace("10.0.0.1:5600", engine.address());
+    words.replace("http://10.0.0.1:8100", api("0.33.0"));
     let model = words.folder.join("Qwen/Qwen3-0.6B");
     std::fs::create_dir_all(&model).unwrap();
     let config = json!({"num_attention_heads": 2, "head_dim": 4, "num_hidden_layers": 1});

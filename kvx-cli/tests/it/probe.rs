@@ -1,6 +1,7 @@
 //! Tests of `kvx probe` with the side channel of a connector in this process, with another server,
 //! and with no server.
 
+use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -11,10 +12,10 @@ use kvx::Memory;
 use kvx::config::{KvTransferConfig, Surroundings};
 use kvx::connector::{
     Caches, CompatibilityFactors, Connector, Heads, KvLayout, KvTensors, LayerCache, MemoryType,
-    Rank, Version, WorkerRank,
+    Rank, WorkerRank,
 };
 use kvx_testkit::test;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 #[cfg(all(feature = "serve", feature = "proxy"))]
 use crate::serve::{
@@ -43,11 +44,15 @@ fn prefill() -> Prefill {
 }
 
 pub(crate) fn prefill_of(model: &str, dtype: &str) -> Prefill {
-    let json = r#"{"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "prefill-0",
-                   "kv_connector_extra_config": {"backends": ["TCP"]}}"#;
+    prefill_with(model, dtype, json!({"backends": ["TCP"]}))
+}
+
+fn prefill_with(model: &str, dtype: &str, extra: Value) -> Prefill {
+    let json = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both", "engine_id": "prefill-0",
+                      "kv_connector_extra_config": extra});
     let surroundings = Surroundings::default().variable("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1");
-    let config = KvTransferConfig::from_json(json, &surroundings).unwrap();
-    let mut factors = CompatibilityFactors::new(Version::default(), model);
+    let config = KvTransferConfig::from_json(&json.to_string(), &surroundings).unwrap();
+    let mut factors = CompatibilityFactors::from_config(&config, model);
     factors.dtype = dtype.to_owned();
     (factors.num_kv_heads, factors.head_size, factors.num_hidden_layers) = (2, 4, 1);
     let built = Connector::builder(&config, kvx::registry(), factors).block_size(16).any_port();
@@ -74,6 +79,27 @@ impl Prefill {
     }
 }
 
+/// Starts an HTTP API whose `/version` is this release, and returns its URL.
+pub(crate) fn api(release: &str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let body = json!({"version": release}).to_string();
+    std::thread::spawn(move || {
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
+            let mut asked = [0; 1024];
+            let len = stream.read(&mut asked).unwrap();
+            assert!(asked[..len].starts_with(b"GET /version "), "only the version is asked for");
+            let len = body.len();
+            write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {len}\r\n\r\n{body}").unwrap();
+        }
+    });
+    url
+}
+
+/// Names the version of a side channel whose engine has no API here.
+const NAMED: &str = "--kv-transfer-config.kv_connector_extra_config.kv_compat=0.33";
+
 const SIZES: &str = "--kv-transfer-config.kv_connector_extra_config.factors={\"num_kv_heads\": 2, \"head_size\": 4, \
                      \"num_hidden_layers\": 1}";
 
@@ -85,7 +111,8 @@ fn said(output: &Output) -> String {
 fn a_handshake_is_printed_as_text_and_as_json() {
     let prefill = prefill();
     let address = prefill.address();
-    let words = kvx(&["probe", &address]);
+    let api = api("0.33.0");
+    let words = kvx(&["probe", &address, "--api", &api]);
     let text = said(&words);
     assert_eq!(words.status.code(), Some(0), "{text}");
     for part in [
@@ -96,8 +123,9 @@ fn a_handshake_is_printed_as_text_and_as_json() {
     ] {
         assert!(text.contains(part), "{text}");
     }
-    let output = kvx(&["probe", &address, "--json"]);
+    let output = kvx(&["probe", &address, "--api", &api, "--json"]);
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["vllm_release"], "0.33.0");
     assert_eq!(
         (&json["answered"], &json["fits"], &json["kvx"]),
         (&true.into(), &true.into(), &true.into())
@@ -110,14 +138,107 @@ fn a_handshake_is_printed_as_text_and_as_json() {
 }
 
 #[test]
+fn backends_inside_a_nixl_agent_are_named() {
+    let prefill = prefill_with("a-model", "torch.bfloat16", json!({"backends": ["TCP", "KVX"]}));
+    let (address, api) = (prefill.address(), api("0.33.0"));
+    let probe = |further: &[&str]| {
+        let output = kvx(&[&["probe", &address, "--api", &api], further].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        output
+    };
+    let text = said(&probe(&[]));
+    assert!(text.contains("NIXL agent            backend KVX, "), "{text}");
+    let json: Value = serde_json::from_slice(&probe(&["--json"]).stdout).unwrap();
+    assert_eq!(json["engine"]["nixl_backends"], json!(["KVX"]));
+    let decode = [
+        "--",
+        "--kv-transfer-config.kv_connector=NixlConnector",
+        "--kv-transfer-config.kv_role=kv_consumer",
+    ];
+    let text = said(&probe(&decode));
+    assert!(text.contains("no backend is in common with KVX"), "{text}");
+    let with_kvx =
+        [&decode[..], &["--kv-transfer-config.kv_connector_extra_config.backends+", "KVX"]]
+            .concat();
+    let text = said(&probe(&with_kvx));
+    assert!(!text.contains("in common"), "{text}");
+}
+
+#[test]
+fn a_side_channel_of_unknown_version_is_not_asked() {
+    let side_channel = TcpListener::bind("127.0.0.1:0").unwrap();
+    side_channel.set_nonblocking(true).unwrap();
+    let address = side_channel.local_addr().unwrap().to_string();
+    let (between, closed) = (api("0.25.1.dev3+g1234567"), "http://127.0.0.1:1".to_owned());
+    for (api, why) in [
+        (None, "--api http://127.0.0.1:8000\n"),
+        (Some(&between), "does not know the handshake of vLLM 0.25.1.dev3+g1234567"),
+        (Some(&closed), "http://127.0.0.1:1/version: Connection refused"),
+    ] {
+        let given: Vec<_> = api.iter().flat_map(|api| ["--api", api]).collect();
+        let output = kvx(&[&["probe", &address, "--json"], &given[..]].concat());
+        let text = said(&output);
+        assert!(output.status.code() == Some(2) && text.contains(why), "{text}");
+        assert!(text.contains(&format!("kvx probe {address} -- {NAMED}")), "{text}");
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(json["answered"], false);
+    }
+    let old = "--kv-transfer-config.kv_connector_extra_config.kv_compat=0.11";
+    let text = said(&kvx(&["probe", &address, "--", old]));
+    assert!(text.contains("does not speak the handshake of vLLM 0.11"), "{text}");
+    let error = side_channel.accept().unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "nobody has connected");
+    // What the error says to type is accepted, also if the API does not answer.
+    let prefill = prefill();
+    let output = kvx(&["probe", &prefill.address(), "--api", &closed, "--", NAMED]);
+    let text = said(&output);
+    assert!(output.status.success() && text.contains("the version is that of kv_compat"), "{text}");
+}
+
+#[test]
+fn the_release_of_the_api_chooses_the_handshake_and_explains_the_hash() {
+    let of = |compat: &str, release: &str| {
+        let extra = json!({"backends": ["TCP"], "kv_compat": compat,
+                           "factors": {"vllm_version": release}});
+        (prefill_with("a-model", "torch.bfloat16", extra), api(release))
+    };
+    for (compat, release, cure) in [
+        (
+            "0.22",
+            "0.24.1",
+            "set kv_compat to \"0.22\" and factors to {\"vllm_version\": \"0.24.1\"}",
+        ),
+        ("0.30", "0.30.0", "set kv_compat to \"0.30\" in kv_connector_extra_config"),
+        ("0.33", "0.33.0+cpu", "set factors to {\"vllm_version\": \"0.33.0+cpu\"}"),
+    ] {
+        let (prefill, api) = of(compat, release);
+        let address = prefill.address();
+        let probe = |further: &[&str]| {
+            let decode = ["probe", &address, "--api", &api, "--", "--model", "a-model", SIZES];
+            let output = kvx(&[&decode[..], further].concat());
+            (output.status.code(), said(&output))
+        };
+        let (status, text) = probe(&[]);
+        assert!(status == Some(1) && text.contains(cure), "{text}");
+        assert!(text.contains("8 blocks, 16 tokens a block"), "{text}");
+        assert!(!text.contains("no known value"), "{text}");
+        let (status, text) = probe(&["--dtype", "half"]);
+        assert!(status == Some(1) && text.contains(cure), "{text}");
+        assert!(text.contains("dtype is \"torch.float16\" here"), "{text}");
+    }
+}
+
+#[test]
 fn incompatibilities_are_explained_and_set_the_exit_status() {
     let prefill = prefill();
     let address = prefill.address();
-    let probe = |further: &[&str]| {
-        let output =
-            kvx(&[&["probe", &address, "--", "--model", "a-model", SIZES], further].concat());
-        (output.status.code(), said(&output))
-    };
+    let probe =
+        |further: &[&str]| {
+            let output =
+                kvx(&[&["probe", &address, "--", "--model", "a-model", SIZES, NAMED], further]
+                    .concat());
+            (output.status.code(), said(&output))
+        };
     let (status, text) = probe(&["--block-size", "32"]);
     assert_eq!(status, Some(0), "{text}");
     assert!(
@@ -155,7 +276,7 @@ fn weights_of_float32_and_a_broken_file_are_explained() {
     let model = folder.to_str().unwrap();
     let prefill = prefill_of(model, "torch.float32");
     let probe = |further: &[&str]| {
-        let output = kvx(&[&["probe", &prefill.address(), "--", model], further].concat());
+        let output = kvx(&[&["probe", &prefill.address(), "--", model, NAMED], further].concat());
         (output.status.code(), said(&output))
     };
     let (status, text) = probe(&[]);
@@ -191,7 +312,9 @@ fn secrets_that_differ_are_the_only_misfit() {
     ] {
         let port = published(prefill, &prompt(1, 20))["remote_port"].to_string();
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
-        command.args(["probe", &format!("127.0.0.1:{port}")]).env_remove("KVX_SECRET_FILE");
+        command.args(["probe", &format!("127.0.0.1:{port}"), "--api"]);
+        command.arg(format!("http://127.0.0.1:{}", prefill.port));
+        command.env_remove("KVX_SECRET_FILE");
         command.envs(secret.map(|file| ("KVX_SECRET_FILE", file)));
         let output = kvx_testkit::output(&mut command, LIMIT);
         let text = said(&output);
@@ -208,7 +331,6 @@ fn no_answer_and_incompatibility_have_different_exit_statuses() {
     let http = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = http.local_addr().unwrap().to_string();
     std::thread::spawn(move || {
-        use std::io::Write as _;
         for stream in http.incoming() {
             let _ = stream.unwrap().write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n");
         }
@@ -216,10 +338,10 @@ fn no_answer_and_incompatibility_have_different_exit_statuses() {
     for (address, word) in
         [(&closed, "nobody listens at"), (&other, "no ZeroMQ socket is at the other end")]
     {
-        let output = kvx(&["probe", address]);
+        let output = kvx(&["probe", address, "--", NAMED]);
         assert_eq!(output.status.code(), Some(2), "{}", said(&output));
         assert!(said(&output).contains(word), "{}", said(&output));
-        let output = kvx(&["probe", address, "--json"]);
+        let output = kvx(&["probe", address, "--json", "--", NAMED]);
         let json: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!((output.status.code(), &json["answered"]), (Some(2), &false.into()));
     }

@@ -46,6 +46,31 @@ impl Version {
         minor(self.as_str()).expect("names of versions have a minor version")
     }
 
+    /// Returns the version that covers a release of vLLM, given as `vllm.__version__`.
+    ///
+    /// `None` for releases that no version covers, and for builds between two releases, such as
+    /// `0.25.1.dev3`: these may speak the protocol of either.
+    ///
+    /// ```
+    /// use kvx_vllm::Version;
+    /// assert_eq!(Version::of_release("0.32.1+cpu"), Some(Version::V0_32));
+    /// assert_eq!(Version::of_release("0.25.1.dev3+g1234567"), None);
+    /// ```
+    pub fn of_release(release: &str) -> Option<Version> {
+        let release = release.split('+').next().unwrap_or_default();
+        if release.contains("dev") { None } else { Version::covering(release) }
+    }
+
+    fn covering(written: &str) -> Option<Version> {
+        let wanted = minor(written)?;
+        // 0.11.1 had the ports of 0.16 but a different handshake.
+        let between = matches!(written.trim(), "0.11.1" | "0.11.2");
+        let covers = |version: &Version| {
+            !between && (version.minor()..=version.last_minor()).contains(&wanted)
+        };
+        Version::ALL.into_iter().find(covers)
+    }
+
     pub(super) fn defaults(self) -> Defaults {
         let old = self.has_port_per_worker();
         Defaults {
@@ -70,12 +95,7 @@ impl Version {
     fn hint(value: &Value) -> String {
         let written = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
         let Some(wanted) = minor(&written) else { return String::new() };
-        // 0.11.1 had the ports of 0.16 but a different handshake.
-        let between = matches!(written.trim(), "0.11.1" | "0.11.2");
-        let stands = |version: &Version| {
-            !between && (version.minor()..=version.last_minor()).contains(&wanted)
-        };
-        match Version::ALL.into_iter().find(stands) {
+        match Version::covering(&written) {
             Some(version) => format!("; \"{}\" covers that version", version.as_str()),
             None if wanted > Version::default().minor() => {
                 "; kvx does not know later versions".to_owned()

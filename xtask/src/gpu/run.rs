@@ -11,6 +11,7 @@ use crate::arguments::GpuOptions;
 use crate::bars::lines;
 use crate::harness::Progress;
 use crate::process::{self, Deadline, Finished};
+use crate::progress;
 
 /// The time limit of a part in a run without a budget.
 const LIMIT: Duration = Duration::from_secs(10 * 60);
@@ -47,8 +48,14 @@ pub(crate) fn all(kit: Kit, options: &GpuOptions) -> Result<bool> {
     if !parts.iter().any(|part| chosen(&part)) {
         return Err(format!("no part has a name with any of {:?}", options.only).into());
     }
+    let seconds = parts.iter().filter(chosen).map(|part| part.seconds).sum();
+    // Over the stand-in, parts take another time than on a device.
+    let expected = (!is_stand_in).then(|| Duration::from_secs(seconds));
+    let steps = parts.iter().filter(chosen).count();
+    let progress = progress::Progress::of(steps, expected);
     for part in parts.iter().filter(chosen) {
         let log = report.part_begins(part)?;
+        progress.begins(&part.name);
         let (began, expected) = (Instant::now(), Duration::from_secs(part.seconds));
         let outcome = match (missing.why(part.needs), limit(expected, budget)) {
             (Some(why), _) => Outcome::without_failures(Verdict::Skipped, why),
@@ -66,8 +73,10 @@ pub(crate) fn all(kit: Kit, options: &GpuOptions) -> Result<bool> {
                 }
             }
         };
+        progress.took(began.elapsed(), expected);
         report.part_ended(part, began.elapsed(), outcome)?;
     }
+    drop(progress);
     Ok(report.end())
 }
 

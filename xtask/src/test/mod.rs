@@ -17,8 +17,8 @@ use crate::arguments::TestOptions;
 use crate::harness::{self, Failure, Tally, Test};
 use crate::metadata::Metadata;
 use crate::process::{self, Deadline, Output};
-use crate::skips;
 use crate::{Result, features, install, spelling};
+use crate::{progress, skips};
 use ledger::Ledger;
 use programs::TestProgram;
 use steps::{Action, STEPS, Step};
@@ -38,6 +38,7 @@ pub(crate) fn run(options: &TestOptions) -> Result<bool> {
     let (target, tier) = (workspace.target_directory.clone(), options.tier());
     let installing = options.install.then(|| {
         let target = target.clone();
+        progress::hide(true); // the first steps write to the terminal meanwhile
         std::thread::spawn(move || install::run(&target, tier == Tier::Whole, steps::LIMIT))
     });
     let mut run = TestRun {
@@ -115,7 +116,9 @@ impl TestRun<'_> {
 
     /// Waits until everything is installed, and returns the failures.
     fn installed(&mut self) -> Result<Vec<String>> {
+        progress::hide(false);
         let failures = self.installing.take().map_or(Ok(Vec::new()), JoinHandle::join);
+        progress::hide(true);
         failures.map_err(|_| "the thread that installs panicked: its message is above".into())
     }
 

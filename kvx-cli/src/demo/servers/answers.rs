@@ -1,22 +1,20 @@
 //! Lets the single server and the fleet continue openings, and compares their answers.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use serde_json::{Value, json};
 
 use super::client::{Metrics, StreamedAnswer, stream};
 use super::fleet::{Fleet, Server};
 use super::openings::{OPENINGS, Opening};
-use super::screen::Screen;
+use super::screen::{QUIET, Screen};
 use crate::backends::wrap;
 use crate::demo::arguments::Arguments;
 use crate::{Result, bytes};
 
 /// Tokens of each answer.
 const TOKENS: usize = 24;
-/// The time without output after which a terminal shows what the demo waits for.
-const QUIET: Duration = Duration::from_millis(250);
 
 /// Sends each opening to the single server and to the fleet. Returns the number of answers that
 /// differ.
@@ -63,6 +61,7 @@ fn stream_aloud(
     opening: &Opening,
     screen: &mut Screen<'_>,
 ) -> Result<StreamedAnswer> {
+    screen.step();
     screen.begin(&format!("    {who}   "))?;
     let begun = Instant::now();
     let (port, prompt) = (server.port, json!(opening.text()));
@@ -82,8 +81,7 @@ fn stream_aloud(
                     screen.piece(&piece)?;
                 }
                 Err(RecvTimeoutError::Timeout) if waiting && screen.is_terminal() => {
-                    let seconds = begun.elapsed().as_secs_f64();
-                    screen.progress(&format!("{}, {seconds:.1} s", phase(computing)?))?;
+                    screen.progress(phase(computing)?, begun)?;
                 }
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,

@@ -172,13 +172,16 @@ fn router(prefills: &[Server], decodes: &[Server], screen: &mut Screen<'_>) -> R
         command.arg(ports).args(servers.iter().map(|server| server.port.to_string()));
     }
     let router = StartingServer::new("the router", command)?.listens(screen)?;
-    let until = Instant::now() + START;
-    while send(router.port, "/ready", None)?.0 != 200 {
-        if Instant::now() > until {
-            return Err("the router does not find its servers".into());
+    screen.wait_for("the router finds its servers", || {
+        let until = Instant::now() + START;
+        while send(router.port, "/ready", None)?.0 != 200 {
+            if Instant::now() > until {
+                return Err("the router does not find its servers".into());
+            }
+            std::thread::sleep(Duration::from_millis(20));
         }
-        std::thread::sleep(Duration::from_millis(20));
-    }
+        Ok(())
+    })?;
     Ok(router)
 }
 
@@ -196,16 +199,18 @@ impl StartingServer {
 
     /// Waits until the server listens.
     fn listens(mut self, screen: &mut Screen<'_>) -> Result<Server> {
-        screen.progress(&format!("{} starts", self.0.name()))?;
-        let until = Instant::now() + START;
-        let mut last = String::new();
-        loop {
-            let line = self.0.receive_line(until.saturating_duration_since(Instant::now()));
-            last = line.map_err(|error| format!("{error}; its last line: {last}"))?;
-            let announced = last.split_once("listening on http://127.0.0.1:");
-            if let Some(port) = announced.and_then(|(_, port)| port.trim().parse().ok()) {
-                return Ok(Server { child: self.0, port });
+        let what = format!("{} starts", self.0.name());
+        screen.wait_for(&what, move || {
+            let until = Instant::now() + START;
+            let mut last = String::new();
+            loop {
+                let line = self.0.receive_line(until.saturating_duration_since(Instant::now()));
+                last = line.map_err(|error| format!("{error}; its last line: {last}"))?;
+                let announced = last.split_once("listening on http://127.0.0.1:");
+                if let Some(port) = announced.and_then(|(_, port)| port.trim().parse().ok()) {
+                    return Ok(Server { child: self.0, port });
+                }
             }
-        }
+        })
     }
 }

@@ -31,21 +31,25 @@ pub(super) fn during_prefill(
     for attempt in 1..=ATTEMPTS {
         // No cache knows its beginning.
         let prompt = format!("Reading {attempt}. {CHAPTER}");
-        screen.progress("the single server answers")?;
-        let right = complete(fleet.single.port, &prompt, None)?;
+        let single = fleet.single.port;
+        let right =
+            screen.wait_for("the single server answers", || complete(single, &prompt, None))?;
         if right.0 != 200 {
             return Err(format!("the single server answered HTTP {}: {}", right.0, right.1).into());
         }
         let port = fleet.router.port;
         let begun = Instant::now();
-        let (killed, answer) = std::thread::scope(|scope| -> Result<_> {
-            let asked =
-                scope.spawn(|| complete(port, &prompt, None).map_err(|error| error.to_string()));
-            let mut killed = None;
-            while killed.is_none() && !asked.is_finished() && begun.elapsed() < BEGIN {
-                killed = kill_one_that_computes(&mut fleet.prefills)?;
-            }
-            Ok((killed, asked.join().map_err(|_| "the client has panicked")??))
+        let prefills = &mut fleet.prefills;
+        let (killed, answer) = screen.wait_for("a prefill server is killed", || {
+            std::thread::scope(|scope| -> Result<_> {
+                let asked = scope
+                    .spawn(|| complete(port, &prompt, None).map_err(|error| error.to_string()));
+                let mut killed = None;
+                while killed.is_none() && !asked.is_finished() && begun.elapsed() < BEGIN {
+                    killed = kill_one_that_computes(prefills)?;
+                }
+                Ok((killed, asked.join().map_err(|_| "the client has panicked")??))
+            })
         })?;
         let Some(killed) = killed else { continue };
         let seconds = begun.elapsed().as_secs_f64();
@@ -104,26 +108,33 @@ fn kill_during_transfer(
     (backend, policy): (&str, FailurePolicy),
     screen: &mut Screen<'_>,
 ) -> Result<()> {
-    // Connect the two first: the kill must interrupt the transfer, not the handshake.
-    let first = "The handshake comes before the first transfer, and this prompt pays for it.";
-    complete(decode.port, first, Some(publish(&prefill, first)?))?;
-    let right = complete(single.port, CHAPTER, None)?;
-    let params = publish(&prefill, CHAPTER)?;
-    prefill.child.stop()?;
-    let (begun, port) = (Instant::now(), decode.port);
-    let answer = std::thread::scope(|scope| -> Result<_> {
-        let asked = scope.spawn(move || {
-            complete(port, CHAPTER, Some(params)).map_err(|error| error.to_string())
-        });
-        while !asked.is_finished() && Metrics::of(port)?.sum("vllm:num_requests_waiting") == 0.0 {
-            if begun.elapsed() > BEGIN {
-                return Err("the decode server did not begin to fetch blocks".into());
+    let what = format!("a prefill server is killed, {}", policy.name());
+    let (decode_port, single) = (decode.port, single.port);
+    let (right, answer, took) = screen.wait_for(&what, || {
+        // Connect the two first: the kill must interrupt the transfer, not the handshake.
+        let first = "The handshake comes before the first transfer, and this prompt pays for it.";
+        complete(decode_port, first, Some(publish(&prefill, first)?))?;
+        let right = complete(single, CHAPTER, None)?;
+        let params = publish(&prefill, CHAPTER)?;
+        prefill.child.stop()?;
+        let begun = Instant::now();
+        let answer = std::thread::scope(|scope| -> Result<_> {
+            let asked = scope.spawn(move || {
+                complete(decode_port, CHAPTER, Some(params)).map_err(|error| error.to_string())
+            });
+            while !asked.is_finished()
+                && Metrics::of(decode_port)?.sum("vllm:num_requests_waiting") == 0.0
+            {
+                if begun.elapsed() > BEGIN {
+                    return Err("the decode server did not begin to fetch blocks".into());
+                }
             }
-        }
-        prefill.child.kill()?;
-        Ok(asked.join().map_err(|_| "the client has panicked")??)
+            prefill.child.kill()?;
+            Ok(asked.join().map_err(|_| "the client has panicked")??)
+        })?;
+        Ok((right, answer, begun.elapsed()))
     })?;
-    let (name, seconds) = (policy.name(), begun.elapsed().as_secs_f64());
+    let (name, seconds) = (policy.name(), took.as_secs_f64());
     let (status, body) = &answer;
     if *status == 500 && policy == FailurePolicy::Fail {
         let reason = body["error"]["message"].as_str().unwrap_or_default();

@@ -27,7 +27,8 @@ pub(super) fn run(arguments: &Arguments, format: Format, out: &mut dyn Write) ->
     let screen = &mut Screen::new(out, format);
     model::remove_when_interrupted()?;
     introduce(arguments, screen)?;
-    for backend in &arguments.backend {
+    for (at, backend) in arguments.backend.iter().enumerate() {
+        screen.expect(steps(arguments), arguments.backend.len() - at - 1);
         let begun = Instant::now();
         let model = DemoModel::open(arguments.model.as_deref())?;
         let mut fleet = Fleet::start(arguments, backend, model.folder(), screen)?;
@@ -59,6 +60,16 @@ pub(super) fn run(arguments: &Arguments, format: Format, out: &mut dyn Write) ->
         }
     }
     screen.event(&json!({"event": "end", "equal": true}))
+}
+
+/// Returns the number of steps over one backend.
+fn steps(arguments: &Arguments) -> usize {
+    // The single server and the router start, and the router finds its servers.
+    let starts = usize::from(arguments.prefillers) + usize::from(arguments.decoders) + 3;
+    let answers = 2 * openings::OPENINGS.len();
+    let kills = if arguments.prefillers > 1 { 2 } else { 0 };
+    // For each policy, two servers start and one is killed.
+    starts + answers + kills + if arguments.kill { 6 } else { 0 }
 }
 
 fn introduce(arguments: &Arguments, screen: &mut Screen<'_>) -> Result<()> {

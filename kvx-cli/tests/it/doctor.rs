@@ -117,7 +117,8 @@ fn doctor_names_loopback_and_a_firewall_between_hosts() {
     let (prefill_host, decode_host) = (Hosts::address(1), Hosts::address(2));
     let start = |hosts: &mut Hosts, number: usize, port: &str, channel: &str, range: &str| {
         let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both",
-                            "kv_connector_extra_config": {"backends": ["TCP"], "load_timeout": 3}});
+                            "kv_connector_extra_config":
+                                {"backends": ["TCP"], "load_timeout": 3, "tcp.ports": range}});
         let (address, config) = (Hosts::address(number), config.to_string());
         let words = ["serve", folder, "--served-model-name", "m", "--kv-cache-memory-bytes", "16M"];
         let more = ["--host", &address, "--port", port, "--kv-transfer-config", &config];
@@ -125,7 +126,6 @@ fn doctor_names_loopback_and_a_firewall_between_hosts() {
         let variables = [
             ("VLLM_NIXL_SIDE_CHANNEL_HOST".to_owned(), channel.to_owned()),
             ("VLLM_NIXL_SIDE_CHANNEL_PORT".to_owned(), format!("1{port}")),
-            ("KVX_TCP_PORTS".to_owned(), range.to_owned()),
         ];
         let host = &mut hosts.each[number - 1];
         let command = host.kvx(&words, &variables, &cache);
@@ -155,7 +155,7 @@ fn doctor_names_loopback_and_a_firewall_between_hosts() {
     assert_eq!(works["problems"], 0, "{works:#}");
     for (port, expected) in [
         (8101, "VLLM_NIXL_SIDE_CHANNEL_HOST=10.77.0.1"),
-        (8102, "open its ports (KVX_TCP_PORTS names them)"),
+        (8102, "open its ports (`tcp.ports` or KVX_TCP_PORTS)"),
     ] {
         let report = examine(port);
         let said = texts(&report["fleet"]["findings"], "problem");

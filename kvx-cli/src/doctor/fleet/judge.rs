@@ -216,7 +216,7 @@ fn known_cure(pair: &PairReport, trial: &FleetTrial) -> Option<String> {
         ),
         "peer_lost" | "timed_out" | "malformed" | "native" => Some(format!(
             "the decode does not reach {side_channel}, or the port that the prefill's agent listens \
-             at: open its ports (KVX_TCP_PORTS names them), or set the prefill's \
+             at: open its ports (`tcp.ports` or KVX_TCP_PORTS), or set the prefill's \
              VLLM_NIXL_SIDE_CHANNEL_HOST and KVX_TCP_BIND to its address"
         )),
         "peer_restarted" => Some(format!(

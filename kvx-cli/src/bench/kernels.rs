@@ -15,7 +15,7 @@ use super::deadlines::DEADLINE;
 use super::device_limits::DeviceLimit;
 use super::figures::Output;
 use super::points::{Pattern, Shape};
-use super::rounds::{Party, Ratio, Round, interleave, median, round, timed};
+use super::rounds::{Effort, Party, Ratio, Round, interleave, median, round, timed};
 use crate::{Result, bytes, devices};
 
 /// The printed record.
@@ -37,7 +37,7 @@ struct KernelRecord {
 }
 
 /// Measures every size and number of blocks.
-pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> {
+pub(crate) fn run(arguments: &Arguments, effort: Effort, output: &mut Output<'_>) -> Result<()> {
     for block in &arguments.block {
         for count in &arguments.count {
             let shape = Shape {
@@ -52,7 +52,7 @@ pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> 
                 continue;
             }
             for gather in [true, false] {
-                let record = measure(arguments, shape, gather)?;
+                let record = measure(effort, shape, gather)?;
                 output.record(&record, &sentence(&record))?;
                 if !record.verified {
                     return Err(format!("{} moved the wrong bytes", record.kernel).into());
@@ -63,7 +63,7 @@ pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> 
     Ok(())
 }
 
-fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRecord> {
+fn measure(effort: Effort, shape: Shape, gather: bool) -> Result<KernelRecord> {
     let device = devices::first()?;
     let pool = || device.pool(shape.bytes() as usize).build();
     let (spread, packed) = (pool()?, pool()?);
@@ -105,7 +105,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
         Box::new(|budget| timed(budget, 1, |_, _| once())),
         Box::new(|budget| copy.round(0, budget, 1)),
     ];
-    let done = interleave(&mut parties, arguments.rounds, arguments.seconds, || ())?;
+    let done = interleave(&mut parties, effort, || ())?;
     let [ours, limit] = &done[..] else {
         return Err("a party's rounds are missing".into());
     };
@@ -127,7 +127,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
         ratio_min: three(ratio.min),
         ratio_max: three(ratio.max),
         verified: held.is_ok(),
-        rounds: arguments.rounds,
+        rounds: effort.rounds,
     })
 }
 

@@ -2,17 +2,22 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 use kvx::Registry;
 
+use super::compare::CompareArguments;
 use super::figures::{self, Output};
 use super::points::{self, Backing, BenchOp, Pattern, Point, Shape, Wait};
+use super::sweep::SweepArguments;
 use crate::{Result, bytes};
 
 /// The flags of `bench`.
 #[derive(Args)]
-#[command(after_help = HELP)]
+#[command(args_conflicts_with_subcommands = true, after_help = HELP)]
 pub(crate) struct Arguments {
+    /// Another measurement, or a comparison.
+    #[command(subcommand)]
+    pub(crate) command: Option<BenchCommand>,
     /// The backends to measure.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "SHM,TCP")]
     pub(crate) backend: Vec<String>,
@@ -41,7 +46,8 @@ pub(crate) struct Arguments {
     /// The approximate time per point, over all rounds and parties.
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     pub(crate) seconds: f64,
-    /// Print JSON lines, also on a terminal. They have the rates of all rounds.
+    /// Print JSON lines, also on a terminal. They have the rates of all rounds, for `kvx bench
+    /// compare`.
     #[arg(long)]
     pub(crate) json: bool,
     /// Also write a report: a page with plots (.html), or the plots alone (.svg). It needs no
@@ -85,6 +91,15 @@ pub(crate) struct Arguments {
     pub(crate) kernels: bool,
 }
 
+/// The other commands of `bench`.
+#[derive(Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Compare the points of two runs: before and after a change, or on two machines.
+    Compare(CompareArguments),
+    /// Measure the KV cache of real models: GB/s, tokens per second, seconds per prompt.
+    Sweep(SweepArguments),
+}
+
 const HELP: &str = "\
 GB/s are 1e9 bytes per second, also in the JSON field gbps; sizes are KiB, MiB and GiB, and 4K is 4 KiB.
 The limit moves the same blocks between the same two processes without kvx: with memcpy or
@@ -95,7 +110,9 @@ takes twice the time.
 
 Examples:
   kvx bench --report bench.html                 # all points, as a page with plots
-  kvx bench --backend SHM --op read --block 64K --count 1024";
+  kvx bench --json > before.json                # then change something, and measure after.json
+  kvx bench compare before.json after.json --fail-if-slower 10
+  kvx bench sweep --model Llama-3.1-8B";
 
 /// The settings and the output of every mode.
 pub(crate) struct Bench<'a> {

@@ -252,6 +252,16 @@ impl<'a> Output<'a> {
         Output { out, json, head: false }
     }
 
+    /// Returns true if the output is JSON lines.
+    pub(crate) fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// Prints a line for people.
+    pub(crate) fn line(&mut self, line: &str) -> Result<()> {
+        Ok(writeln!(self.out, "{line}")?)
+    }
+
     /// Prints the figures of one point.
     pub(crate) fn figures(&mut self, figures: &Figures) -> Result<()> {
         if self.json {

@@ -7,11 +7,11 @@
 //! compares the bytes that arrived.
 //!
 //! Layers, each of which imports only from those before it:
-//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `machine`: points, memory, timing;
+//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `machine`, `models`: points, memory, timing;
 //! 2. `bare`, `driver`, `sealed`, `access`, `content`: moves without kvx, and their bytes;
 //! 3. `target`, `initiator`, `device_limits`, `limits`, `session`: both processes and the limits;
 //! 4. `figures`, `companion`, `measure`: a point and its figures;
-//! 5. `estimate`, `run`, `report`: many points;
+//! 5. `estimate`, `run`, `report`, `sweep`, `compare`: many points;
 //! 6. `arguments`, `bulk`, `notifications`, `readers`, `idle`, `kernels`, `companion_mode`: the other modes.
 
 mod access;
@@ -20,6 +20,7 @@ pub(crate) mod bare;
 mod bulk;
 mod companion;
 mod companion_mode;
+mod compare;
 pub(crate) mod content;
 mod cpu;
 mod deadlines;
@@ -33,6 +34,7 @@ mod kernels;
 mod limits;
 mod machine;
 mod measure;
+mod models;
 mod notifications;
 pub(crate) mod points;
 pub(crate) mod pools;
@@ -42,6 +44,7 @@ mod rounds;
 mod run;
 mod sealed;
 mod session;
+mod sweep;
 pub(crate) mod target;
 
 use std::io::Write;
@@ -49,7 +52,7 @@ use std::io::Write;
 use kvx::{Options, Registry};
 
 pub(crate) use self::arguments::Arguments;
-use self::arguments::Bench;
+use self::arguments::{Bench, BenchCommand};
 pub(crate) use self::companion_mode::{CompanionArguments, run as answer};
 use self::figures::Output;
 use self::report::Reports;
@@ -65,6 +68,13 @@ pub(crate) fn run(
     out: &mut dyn Write,
     for_people: bool,
 ) -> Result<()> {
+    match &arguments.command {
+        Some(BenchCommand::Compare(arguments)) => return compare::run(arguments, out),
+        Some(BenchCommand::Sweep(arguments)) => {
+            return sweep::run(arguments, registry, out, for_people);
+        }
+        None => {}
+    }
     arguments.check()?;
     let effort = Effort::new(arguments.rounds, arguments.seconds)?;
     let options = Options::parse(&arguments.options)?;

@@ -1,5 +1,7 @@
 //! `kvx bench` as operators run it, on a few megabytes.
 
+mod reports;
+
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 

@@ -104,8 +104,11 @@ fn picture(figures: &[Figures], about: &About) -> String {
 
 fn page(figures: &[Figures], about: &About) -> String {
     let machine = figures[0].machine;
+    let (kvx, cpu) = (escaped(&machine.kvx), escaped(&machine.cpu));
+    let has_peer = figures.iter().any(|one| one.beside.is_some());
+    let beside = if has_peer { " Dotted lines are the companion program." } else { "" };
     let mut parts =
-        vec![format!("<p>{}, {}. {}</p>", escaped(&machine.cpu), about.date, EXPLANATION)];
+        vec![format!("<p>kvx {kvx} on {cpu}, {}. {EXPLANATION}{beside}</p>", about.date)];
     let wrong: Vec<_> = figures.iter().filter(|one| !one.verified).map(point).collect();
     if !wrong.is_empty() {
         parts.push(format!(
@@ -167,13 +170,16 @@ fn summary(figures: &[Figures]) -> String {
             let fastest = series.figures.iter().max_by(|a, b| a.gbps.total_cmp(&b.gbps));
             let Some(best) = fastest else { continue };
             let ratio = median(series.figures.iter().filter_map(|one| one.ratio));
-            let limit = ratio.map_or_else(String::new, |ratio| {
-                let of = match series.figures.len() {
-                    1 => String::new(),
-                    points => format!(", the median of {points} points"),
-                };
-                format!(": {ratio:.2} of the limit{of}")
-            });
+            let limit = ratio.map_or_else(
+                || ": no limit was measured".to_owned(),
+                |ratio| {
+                    let of = match series.figures.len() {
+                        1 => String::new(),
+                        points => format!(", the median of {points} points"),
+                    };
+                    format!(": {ratio:.2} of the limit{of}")
+                },
+            );
             let line = format!(
                 "{} {}: up to {:.2} GB/s, with {} of {}{limit}",
                 series.label,
@@ -282,29 +288,22 @@ fn plot(figures: &[Figures], op: BenchOp, bandwidth: bool) -> Plot {
         };
         let us = |one: &Figures, gbps: f64| one.bytes as f64 / gbps / 1e3;
         let shown = |one: &Figures, gbps: f64| if bandwidth { gbps } else { us(one, gbps) };
-        let ours = |one: &Figures| {
-            let (y, rounds) = if bandwidth {
-                (one.gbps, &one.round_gbps)
-            } else {
-                (one.p50_us, &one.round_p50_us)
-            };
-            let (low, high) = range(rounds).unwrap_or((y, y));
-            Some((y, low, high))
+        // The time of a transfer is that of a round, divided by its transfers: not every limit
+        // knows its median.
+        let spread = |one: &Figures, gbps: f64, rounds: &[f64]| {
+            let (low, high) = range(rounds).unwrap_or((gbps, gbps));
+            let (low, high) = (shown(one, low), shown(one, high));
+            Some((shown(one, gbps), low.min(high), low.max(high)))
         };
+        let ours = |one: &Figures| spread(one, one.gbps, &one.round_gbps);
         let ours = (label.clone(), Drawn::Measured, marks(&ours));
-        let limit = |one: &Figures| {
-            let y = shown(one, one.limit_gbps?);
-            Some((y, y, y))
-        };
+        let limit = |one: &Figures| spread(one, one.limit_gbps?, &[]);
         let limit_name = only(series.figures.iter().filter_map(|one| Some(one.limit_name?.into())));
         let limit_name = limit_name.map_or(String::new(), |name| format!(": {name}"));
         let limit = (format!("limit of {label}{limit_name}"), Drawn::Limit, marks(&limit));
         let peer = |one: &Figures| {
             let beside = one.beside.as_ref()?;
-            let y = shown(one, beside.beside_gbps);
-            let (low, high) = range(&beside.beside_round_gbps).unwrap_or((0.0, 0.0));
-            let (low, high) = (shown(one, low), shown(one, high));
-            Some((y, low.min(high), low.max(high)))
+            spread(one, beside.beside_gbps, &beside.beside_round_gbps)
         };
         let peers = series.figures.iter().filter_map(|one| one.beside.as_ref());
         let peer_name = only(peers.map(|beside| beside.beside_name.clone()));
@@ -350,7 +349,7 @@ fn plot(figures: &[Figures], op: BenchOp, bandwidth: bool) -> Plot {
     let title = if bandwidth {
         format!("{what}: bandwidth, higher is better")
     } else {
-        format!("{what}: time of a transfer (p50), lower is better")
+        format!("{what}: time of a transfer, lower is better")
     };
     let names: Vec<&str> = keys.iter().map(|key| key.name.as_str()).collect();
     Plot {

@@ -6,9 +6,7 @@ mod plot;
 use std::fmt::Write as _;
 
 pub(crate) use self::file::ReportFile;
-#[cfg(feature = "proxy")]
-pub(crate) use self::plot::Key;
-pub(crate) use self::plot::{Axis, Drawn, Mark, Panel, Plot, escaped, standalone};
+pub(crate) use self::plot::{Axis, Drawn, Key, Mark, Panel, Plot, escaped, standalone};
 
 /// The style of pages, in addition to that of plots. Paper is always light.
 const STYLE: &str = "\

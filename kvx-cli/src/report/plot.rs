@@ -25,12 +25,11 @@ pub(crate) struct Key {
 
 /// The form of a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "proxy"), expect(dead_code, reason = "`kvx replay` draws two of them"))]
 pub(crate) enum Drawn {
     /// A line without marks: dashed for every second colour.
-    #[cfg_attr(not(feature = "proxy"), expect(dead_code, reason = "for `kvx replay`"))]
     Curve,
     /// Small marks without a line.
-    #[cfg_attr(not(feature = "proxy"), expect(dead_code, reason = "for `kvx replay`"))]
     Points,
     /// A line with marks and the spread of their values.
     Measured,
@@ -59,6 +58,7 @@ pub(crate) struct Mark {
 
 impl Mark {
     /// A value without a spread.
+    #[cfg(any(test, feature = "proxy"))]
     pub(crate) fn exact((x, y): (f64, f64)) -> Self {
         Mark { x, y, low: y, high: y }
     }

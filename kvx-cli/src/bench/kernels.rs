@@ -2,6 +2,7 @@
 //! many bytes.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvx::{Completion, Memory};
 use kvx_core::backend::Ticket;
@@ -16,6 +17,7 @@ use super::device_limits::DeviceLimit;
 use super::figures::Output;
 use super::points::{Pattern, Shape};
 use super::rounds::{Effort, Party, Ratio, Round, interleave, median, round, timed};
+use crate::progress::Progress;
 use crate::{Result, bytes, devices};
 
 /// The printed record.
@@ -38,6 +40,9 @@ struct KernelRecord {
 
 /// Measures every size and number of blocks.
 pub(crate) fn run(arguments: &Arguments, effort: Effort, output: &mut Output<'_>) -> Result<()> {
+    let steps = 2 * arguments.block.len() * arguments.count.len();
+    let about = Duration::from_secs_f64(effort.seconds).mul_f64(steps as f64);
+    let mut progress = Progress::new(steps, about);
     for block in &arguments.block {
         for count in &arguments.count {
             let shape = Shape {
@@ -52,7 +57,12 @@ pub(crate) fn run(arguments: &Arguments, effort: Effort, output: &mut Output<'_>
                 continue;
             }
             for gather in [true, false] {
+                let kernel = if gather { "gather" } else { "scatter" };
+                let what = format!("{kernel} {} x{count}", bytes::show(*block));
+                progress.show(&what);
                 let record = measure(effort, shape, gather)?;
+                progress.step(&what);
+                progress.clear();
                 output.record(&record, &sentence(&record))?;
                 if !record.verified {
                     return Err(format!("{} moved the wrong bytes", record.kernel).into());

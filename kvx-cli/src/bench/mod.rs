@@ -120,11 +120,16 @@ fn points(
     let beside = arguments.beside.as_deref();
     let run = Run { backends, registry, options: &arguments.options, effort, beside };
     let mut all = Vec::new();
-    let measured = run.measure(&points, "points", |_, figures| {
-        output.figures(&figures)?;
-        all.push(figures);
-        Ok(())
-    });
+    let measured = run.measure(
+        &points,
+        "points",
+        |at| points[at].to_string(),
+        |_, figures| {
+            output.figures(&figures)?;
+            all.push(figures);
+            Ok(())
+        },
+    );
     output.explain()?;
     // Also of a run that failed: what was measured until then.
     reports.write(&all, versions)?;

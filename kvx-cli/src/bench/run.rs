@@ -43,11 +43,12 @@ pub(super) struct Run<'a> {
 
 impl Run<'_> {
     /// Measures all points, and calls `found` with the number and the figures of each. `called` is
-    /// what the announcement calls more than one of them.
+    /// what the announcement calls more than one of them, and `label` what the progress calls each.
     pub(super) fn measure(
         &self,
         points: &[Point],
         called: &str,
+        label: impl Fn(usize) -> String,
         mut found: impl FnMut(usize, Figures) -> Result<()>,
     ) -> Result<()> {
         let Run { backends, registry, options, effort, beside } = *self;
@@ -62,7 +63,7 @@ impl Run<'_> {
         let mut beside = beside.map(Companion::start).transpose()?;
         let mut wrong = 0;
         for (at, point) in points.iter().enumerate() {
-            let what = point.to_string();
+            let what = label(at);
             progress.show(&what);
             let step = || progress.step(&what);
             let figures = measure::point(&mut session, point, beside.as_mut(), effort, step)?;

@@ -153,7 +153,9 @@ pub(crate) fn run(
     let mut head = false;
     let run =
         Run { backends: &backends, registry, options: &arguments.options, effort, beside: None };
-    run.measure(&points, "models", |at, figures| {
+    let label =
+        |at: usize| format!("{} {} {}", models[at].name, points[at].backend, name(points[at].op));
+    run.measure(&points, "measurements", label, |at, figures| {
         let record = SweepRecord::of(models[at], &figures);
         if !std::mem::replace(&mut head, true) && !output.is_json() {
             output.line(&format!(

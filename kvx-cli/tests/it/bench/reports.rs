@@ -221,7 +221,7 @@ fn a_sweep_says_how_fast_prompts_of_models_arrive() {
         }
     }
     let told = stderr(&measured);
-    assert!(told.starts_with("4 models, 16 MiB of memory per side, about "), "{told}");
+    assert!(told.starts_with("4 measurements, 16 MiB of memory per side, about "), "{told}");
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvx"));
     let unknown = output(command.args(["bench", "sweep", "--model", "Llama-4"]), LIMIT);
     assert_eq!(unknown.status.code(), Some(2));

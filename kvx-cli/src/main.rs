@@ -24,6 +24,7 @@ mod register;
 mod release;
 #[cfg(feature = "proxy")]
 mod replay;
+mod report;
 mod routes;
 mod secret;
 #[cfg(feature = "serve")]

@@ -89,11 +89,13 @@ impl State {
         }
     }
 
-    /// Returns the time left, which the completed steps tell better than the expectation.
+    /// Returns the time left. The more steps are completed, the more their time counts, and the
+    /// less the expectation.
     fn left(&self, elapsed: Duration) -> String {
+        let part = self.done as f64 / self.steps.max(self.done).max(1) as f64;
         let left = match self.done {
             0 => self.expected.saturating_sub(elapsed),
-            done => elapsed.mul_f64(self.steps.saturating_sub(done) as f64 / done as f64),
+            _ => (self.expected.mul_f64(1.0 - part) + elapsed).mul_f64(1.0 - part),
         };
         match left.as_secs_f64().ceil() as u64 {
             seconds @ 0..120 => format!("{seconds} s"),
@@ -117,7 +119,7 @@ mod tests {
         assert_eq!(text, "\r\x1b[?7l\x1b[K[........................] 5 min left: TCP read\x1b[?7h");
         state.done = 1;
         let text = state.text(seconds(20), "TCP write").unwrap();
-        assert!(text.contains("[######..................] 60 s left: TCP write"), "{text}");
+        assert!(text.contains("[######..................] 4 min left: TCP write"), "{text}");
         state.done = 5;
         let text = state.text(seconds(100), "more than planned").unwrap();
         assert!(text.contains("[########################] 0 s left"), "{text}");

@@ -1,17 +1,23 @@
 //! The flags of `kvx bench`, and the points that they select.
 
-use std::time::Duration;
+use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, Subcommand};
 use kvx::Registry;
 
+use super::compare::CompareArguments;
 use super::figures::{self, Output};
 use super::points::{self, Backing, BenchOp, Pattern, Point, Shape, Wait};
+use super::sweep::SweepArguments;
 use crate::{Result, bytes};
 
 /// The flags of `bench`.
 #[derive(Args)]
+#[command(args_conflicts_with_subcommands = true, after_help = HELP)]
 pub(crate) struct Arguments {
+    /// Another measurement, or a comparison.
+    #[command(subcommand)]
+    pub(crate) command: Option<BenchCommand>,
     /// The backends to measure.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "SHM,TCP")]
     pub(crate) backend: Vec<String>,
@@ -40,9 +46,14 @@ pub(crate) struct Arguments {
     /// The approximate time per point, over all rounds and parties.
     #[arg(long, value_name = "S", default_value_t = 1.0)]
     pub(crate) seconds: f64,
-    /// Print JSON lines, also on a terminal.
+    /// Print JSON lines, also on a terminal. They have the rates of all rounds, for `kvx bench
+    /// compare`.
     #[arg(long)]
     pub(crate) json: bool,
+    /// Also write a report: a page with plots (.html), or the plots alone (.svg). It needs no
+    /// network. May be repeated.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["beside_bulk", "notices_beside", "readers", "idle", "kernels"])]
+    pub(crate) report: Vec<PathBuf>,
     /// Skip points that move more bytes per transfer.
     #[arg(long, value_name = "BYTES", value_parser = bytes::parse, default_value = "1G")]
     pub(crate) max_total: u64,
@@ -80,6 +91,29 @@ pub(crate) struct Arguments {
     pub(crate) kernels: bool,
 }
 
+/// The other commands of `bench`.
+#[derive(Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Compare the points of two runs: before and after a change, or on two machines.
+    Compare(CompareArguments),
+    /// Measure the KV cache of real models: GB/s, tokens per second, seconds per prompt.
+    Sweep(SweepArguments),
+}
+
+const HELP: &str = "\
+GB/s are 1e9 bytes per second, also in the JSON field gbps; sizes are KiB, MiB and GiB, and 4K is 4 KiB.
+The limit moves the same blocks between the same two processes without kvx: with memcpy or
+process_vm_readv next to SHM, over bare sockets next to TCP, by the driver's copies for a GPU. Other
+backends have no limit here: name a program of yours with --beside. RATIO is kvx's GB/s divided by
+the limit's in the same round, and the median over the rounds: 1.00 is as fast as without kvx, 0.50
+takes twice the time.
+
+Examples:
+  kvx bench --report bench.html                 # all points, as a page with plots
+  kvx bench --json > before.json                # then change something, and measure after.json
+  kvx bench compare before.json after.json --fail-if-slower 10
+  kvx bench sweep --model Llama-3.1-8B";
+
 /// The settings and the output of every mode.
 pub(crate) struct Bench<'a> {
     pub(crate) arguments: &'a Arguments,
@@ -95,11 +129,8 @@ impl Arguments {
         {
             return Err(format!("--block {block}: write a multiple of 8, at most 1 GiB").into());
         }
-        if self.count.contains(&0) || self.rounds == 0 || self.readers == Some(0) {
-            return Err("--count, --rounds and --readers must be at least 1".into());
-        }
-        if !(self.seconds > 0.0 && self.seconds <= 86_400.0) {
-            return Err(format!("--seconds {}: write a time of up to a day", self.seconds).into());
+        if self.count.contains(&0) || self.readers == Some(0) {
+            return Err("--count and --readers must be at least 1".into());
         }
         Ok(())
     }
@@ -132,19 +163,5 @@ impl Arguments {
             }
         }
         points.into_iter().partition(|point| point.shape.bytes() <= self.max_total)
-    }
-
-    /// Returns the approximate time for the points, on a machine that moves 2e9 bytes per second.
-    pub(crate) fn duration(&self, points: &[Point]) -> Duration {
-        let parties = if self.beside.is_some() { 3.0 } else { 2.0 };
-        let once = |point: &Point| point.shape.bytes() as f64 / 2e9;
-        let seconds = points.iter().map(|point| {
-            // Filling and wiping pass over the memory four times; comparing reads less.
-            let around = 4.0 * point.shape.memory() as f64 / 2e9;
-            self.seconds.max(parties * self.rounds as f64 * once(point))
-                + around
-                + 6.0 * once(point)
-        });
-        Duration::from_secs_f64(seconds.sum())
     }
 }

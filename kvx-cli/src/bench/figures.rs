@@ -4,72 +4,92 @@ use std::io::Write;
 
 use serde::Serialize;
 
+use super::machine::{Machine, unix_time};
 use super::points::{Backing, BenchOp, Pattern, Point, Wait, name};
-use super::rounds::{Ratio, Round, median, quantile, round};
+use super::rounds::{Ratio, Round, median, quantile, round, significant};
 use crate::{Result, bytes};
 
 /// The fewest rounds whose median is printed alone; for fewer, the number of rounds is printed with
 /// it.
 pub(crate) const ENOUGH_ROUNDS: usize = 11;
 
+/// The meaning of the table's columns.
+const EXPLANATION: &str = "\
+GB/s    1e9 bytes per second: the median of the rounds.
+LIMIT   The same blocks moved without kvx, in rounds between kvx's: memcpy, bare sockets and so on.
+RATIO   kvx's GB/s divided by the limit's in the same round: 1.00 is as fast as without kvx, 0.50
+        takes twice the time. In brackets the least and the greatest of the rounds.
+us      Microseconds: p50 and p99 of a transfer; to post it; to build its plan, once.
+CPU     Seconds of CPU time of both processes for 1e9 bytes.";
+
 /// One line of output. The order of the fields is part of the format: new ones go to the end.
 #[derive(Debug, Serialize)]
 pub(crate) struct Figures {
-    backend: &'static str,
-    op: BenchOp,
-    block: u64,
-    count: u32,
-    pattern: Pattern,
-    memory: Backing,
-    wait: Wait,
-    bytes: u64,
+    pub(super) backend: &'static str,
+    pub(super) op: BenchOp,
+    pub(super) block: u64,
+    pub(super) count: u32,
+    pub(super) pattern: Pattern,
+    pub(super) memory: Backing,
+    pub(super) wait: Wait,
+    pub(super) bytes: u64,
     /// 1e9 bytes per second, the median of the rounds.
-    gbps: f64,
-    p50_us: f64,
-    p99_us: f64,
-    post_p50_us: f64,
-    plan_us: f64,
+    pub(super) gbps: f64,
+    pub(super) p50_us: f64,
+    pub(super) p99_us: f64,
+    pub(super) post_p50_us: f64,
+    pub(super) plan_us: f64,
     /// CPU seconds of both processes per 1e9 bytes.
-    cpu_s_per_gb: f64,
-    limit_name: Option<&'static str>,
-    limit_gbps: Option<f64>,
+    pub(super) cpu_s_per_gb: f64,
+    pub(super) limit_name: Option<&'static str>,
+    pub(super) limit_gbps: Option<f64>,
     /// The median of the ratios of each round.
-    ratio: Option<f64>,
-    ratio_min: Option<f64>,
-    ratio_max: Option<f64>,
+    pub(super) ratio: Option<f64>,
+    pub(super) ratio_min: Option<f64>,
+    pub(super) ratio_max: Option<f64>,
     /// True if all bytes arrived correctly.
     pub(crate) verified: bool,
-    rounds: usize,
-    limit_p50_us: Option<f64>,
+    pub(super) rounds: usize,
+    pub(super) limit_p50_us: Option<f64>,
     /// The number of transfers until the same blocks repeat.
-    lists: u32,
+    pub(super) lists: u32,
     /// The rate of the best round.
-    best_gbps: f64,
-    limit_best_gbps: Option<f64>,
+    pub(super) best_gbps: f64,
+    pub(super) limit_best_gbps: Option<f64>,
+    /// The rate and the median time of each round, in the order of the rounds.
+    pub(super) round_gbps: Vec<f64>,
+    pub(super) round_p50_us: Vec<f64>,
+    /// The limit's rates in the same rounds.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(super) limit_round_gbps: Vec<f64>,
+    /// Seconds since 1970, when the point had been measured.
+    pub(super) unix_time: u64,
+    pub(super) machine: &'static Machine,
     /// Limits of other parts of the path, and further measurements.
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    others: Vec<OtherLimit>,
+    pub(super) others: Vec<OtherLimit>,
     #[serde(flatten)]
-    beside: Option<BesideFigures>,
+    pub(super) beside: Option<BesideFigures>,
 }
 
 /// A further limit.
 #[derive(Debug, Serialize)]
-struct OtherLimit {
-    name: &'static str,
-    gbps: f64,
+pub(super) struct OtherLimit {
+    pub(super) name: &'static str,
+    pub(super) gbps: f64,
     /// The ratio of kvx's rate to this limit's.
-    ratio: f64,
+    pub(super) ratio: f64,
 }
 
 /// The figures of a companion program.
 #[derive(Debug, Serialize)]
-struct BesideFigures {
-    beside_name: String,
-    beside_gbps: f64,
-    beside_ratio: f64,
-    beside_ratio_min: f64,
-    beside_ratio_max: f64,
+pub(super) struct BesideFigures {
+    pub(super) beside_name: String,
+    pub(super) beside_gbps: f64,
+    pub(super) beside_ratio: f64,
+    pub(super) beside_ratio_min: f64,
+    pub(super) beside_ratio_max: f64,
+    pub(super) beside_round_gbps: Vec<f64>,
 }
 
 /// The measurements of a point.
@@ -94,6 +114,9 @@ impl Figures {
         let Measurements { ours, limits, others, beside, plans, cpu_seconds, verified } = measured;
         let rates = |rounds: &[Round]| -> Vec<f64> {
             rounds.iter().map(|round| shape.bytes() as f64 / round.seconds_each() / 1e9).collect()
+        };
+        let each = |rounds: &[Round]| -> Vec<f64> {
+            rates(rounds).into_iter().map(|rate| significant(rate, 5)).collect()
         };
         let rate = |rounds: &[Round]| median(rates(rounds));
         let best = |rounds: &[Round]| rates(rounds).into_iter().reduce(f64::max);
@@ -129,6 +152,7 @@ impl Figures {
                     beside_ratio: round(ratio.median, 3),
                     beside_ratio_min: round(ratio.min, 3),
                     beside_ratio_max: round(ratio.max, 3),
+                    beside_round_gbps: each(rounds),
                 })
             }
         };
@@ -158,6 +182,15 @@ impl Figures {
             lists: shape.lists,
             best_gbps: round(best(ours).ok_or_else(missing)?, 3),
             limit_best_gbps: limit.and_then(|(_, rounds)| best(rounds)).map(|rate| round(rate, 3)),
+            round_gbps: each(ours),
+            round_p50_us: ours
+                .iter()
+                .filter_map(|round| quantile(round.each.iter().copied(), 0.5))
+                .map(|seconds| significant(seconds * 1e6, 5))
+                .collect(),
+            limit_round_gbps: limit.map_or_else(Vec::new, |(_, rounds)| each(rounds)),
+            unix_time: unix_time(),
+            machine: Machine::here(),
             others: others.collect(),
             beside,
         })
@@ -173,12 +206,12 @@ impl Figures {
                     } else {
                         String::new()
                     };
-                    format!("{gbps:>8.2} {name:<15} {ratio:>5.2} ({min:.2} to {max:.2}{of})")
+                    format!("{gbps:>10.2} {name:<15} {ratio:>5.2} ({min:.2} to {max:.2}{of})")
                 }
-                _ => format!("{:>8} none", "-"),
+                _ => format!("{:>10} none", "-"),
             };
         let beside = self.beside.as_ref().map_or_else(String::new, |beside| {
-            let BesideFigures { beside_name, beside_gbps, beside_ratio, beside_ratio_min, beside_ratio_max } = beside;
+            let BesideFigures { beside_name, beside_gbps, beside_ratio, beside_ratio_min, beside_ratio_max, .. } = beside;
             format!(
                 "; {beside_name} {beside_gbps:.2}, {beside_ratio:.2} ({beside_ratio_min:.2} to {beside_ratio_max:.2})"
             )
@@ -187,7 +220,7 @@ impl Figures {
         let others: String = self.others.iter().map(other).collect();
         let verified = if self.verified { "" } else { "; WRONG BYTES" };
         format!(
-            "{:<9} {:<5} {:>8} {:>6} {:<9} {:<11} {:<5} {:>7.2} {:>9} {:>9} {:>8} {:>8} {:>7.3} {limit}{others}{beside}{verified}",
+            "{:<9} {:<5} {:>8} {:>6} {:<9} {:<11} {:<5} {:>7.2} {:>9} {:>9} {:>8} {:>8} {:>8.3} {limit}{others}{beside}{verified}",
             self.backend,
             name(self.op),
             bytes::show(self.block),
@@ -209,6 +242,7 @@ impl Figures {
 pub(crate) struct Output<'a> {
     out: &'a mut dyn Write,
     json: bool,
+    /// True once the table has its heading.
     head: bool,
 }
 
@@ -216,6 +250,16 @@ impl<'a> Output<'a> {
     /// Creates an output of JSON lines, or of a table.
     pub(crate) fn new(out: &'a mut dyn Write, json: bool) -> Self {
         Output { out, json, head: false }
+    }
+
+    /// Returns true if the output is JSON lines.
+    pub(crate) fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// Prints a line for people.
+    pub(crate) fn line(&mut self, line: &str) -> Result<()> {
+        Ok(writeln!(self.out, "{line}")?)
     }
 
     /// Prints the figures of one point.
@@ -227,7 +271,7 @@ impl<'a> Output<'a> {
             self.head = true;
             writeln!(
                 self.out,
-                "{:<9} {:<5} {:>8} {:>6} {:<9} {:<11} {:<5} {:>7} {:>9} {:>9} {:>8} {:>8} {:>7} {:>8} {:<15} RATIO",
+                "{:<9} {:<5} {:>8} {:>6} {:<9} {:<11} {:<5} {:>7} {:>9} {:>9} {:>8} {:>8} {:>8} {:>10} {:<15} RATIO",
                 "BACKEND",
                 "OP",
                 "BLOCK",
@@ -240,12 +284,20 @@ impl<'a> Output<'a> {
                 "p99 us",
                 "post us",
                 "plan us",
-                "CPU/GB",
-                "LIMIT",
+                "CPU s/GB",
+                "LIMIT GB/s",
                 ""
             )?;
         }
         writeln!(self.out, "{}", figures.row())?;
+        Ok(self.out.flush()?)
+    }
+
+    /// Explains the table that was printed, if one was.
+    pub(crate) fn explain(&mut self) -> Result<()> {
+        if self.head {
+            writeln!(self.out, "\n{EXPLANATION}")?;
+        }
         Ok(self.out.flush()?)
     }
 

@@ -2,6 +2,7 @@
 //! many bytes.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvx::{Completion, Memory};
 use kvx_core::backend::Ticket;
@@ -15,7 +16,8 @@ use super::deadlines::DEADLINE;
 use super::device_limits::DeviceLimit;
 use super::figures::Output;
 use super::points::{Pattern, Shape};
-use super::rounds::{Party, Ratio, Round, interleave, median, round, timed};
+use super::rounds::{Effort, Party, Ratio, Round, interleave, median, round, timed};
+use crate::progress::Progress;
 use crate::{Result, bytes, devices};
 
 /// The printed record.
@@ -37,7 +39,10 @@ struct KernelRecord {
 }
 
 /// Measures every size and number of blocks.
-pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> {
+pub(crate) fn run(arguments: &Arguments, effort: Effort, output: &mut Output<'_>) -> Result<()> {
+    let steps = 2 * arguments.block.len() * arguments.count.len();
+    let about = Duration::from_secs_f64(effort.seconds).mul_f64(steps as f64);
+    let mut progress = Progress::new(steps, about);
     for block in &arguments.block {
         for count in &arguments.count {
             let shape = Shape {
@@ -52,7 +57,12 @@ pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> 
                 continue;
             }
             for gather in [true, false] {
-                let record = measure(arguments, shape, gather)?;
+                let kernel = if gather { "gather" } else { "scatter" };
+                let what = format!("{kernel} {} x{count}", bytes::show(*block));
+                progress.show(&what);
+                let record = measure(effort, shape, gather)?;
+                progress.step(&what);
+                progress.clear();
                 output.record(&record, &sentence(&record))?;
                 if !record.verified {
                     return Err(format!("{} moved the wrong bytes", record.kernel).into());
@@ -63,7 +73,7 @@ pub(crate) fn run(arguments: &Arguments, output: &mut Output<'_>) -> Result<()> 
     Ok(())
 }
 
-fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRecord> {
+fn measure(effort: Effort, shape: Shape, gather: bool) -> Result<KernelRecord> {
     let device = devices::first()?;
     let pool = || device.pool(shape.bytes() as usize).build();
     let (spread, packed) = (pool()?, pool()?);
@@ -105,7 +115,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
         Box::new(|budget| timed(budget, 1, |_, _| once())),
         Box::new(|budget| copy.round(0, budget, 1)),
     ];
-    let done = interleave(&mut parties, arguments.rounds, arguments.seconds, || ())?;
+    let done = interleave(&mut parties, effort, || ())?;
     let [ours, limit] = &done[..] else {
         return Err("a party's rounds are missing".into());
     };
@@ -127,7 +137,7 @@ fn measure(arguments: &Arguments, shape: Shape, gather: bool) -> Result<KernelRe
         ratio_min: three(ratio.min),
         ratio_max: three(ratio.max),
         verified: held.is_ok(),
-        rounds: arguments.rounds,
+        rounds: effort.rounds,
     })
 }
 

@@ -3,7 +3,6 @@
 use std::cell::RefCell;
 use std::time::Duration;
 
-use super::arguments::Arguments;
 use super::companion::{Companion, PointAnswer};
 use super::content;
 use super::cpu;
@@ -11,7 +10,7 @@ use super::figures::{Figures, Measurements};
 use super::initiator::Plans;
 use super::limits::Limit;
 use super::points::{BenchOp, Point};
-use super::rounds::{Party, interleave};
+use super::rounds::{Effort, Party, interleave};
 use super::session::Session;
 use super::target::Ask;
 use crate::Result;
@@ -24,7 +23,7 @@ pub(crate) fn point(
     session: &mut Session,
     point: &Point,
     mut beside: Option<&mut Companion>,
-    arguments: &Arguments,
+    effort: Effort,
     after_each: impl FnMut(),
 ) -> Result<Figures> {
     let Point { op, shape, memory, wait, .. } = *point;
@@ -78,8 +77,7 @@ pub(crate) fn point(
         if let (Some(beside), Some(_)) = (beside, &beside_name) {
             parties.push(Box::new(|budget| beside.round(shape.bytes(), budget)));
         }
-        let mut done =
-            interleave(&mut parties, arguments.rounds, arguments.seconds, after_each)?.into_iter();
+        let mut done = interleave(&mut parties, effort, after_each)?.into_iter();
         measured.ours = done.next().unwrap_or_default();
         drop(parties);
         for (limit, rounds) in limits.iter().zip(&mut done) {
@@ -123,7 +121,7 @@ fn verify_limit(session: &mut Session, point: &Point, limit: &mut Limit) -> Resu
 }
 
 /// Returns the number of lists that are compared.
-fn verified_lists(point: &Point) -> u64 {
+pub(super) fn verified_lists(point: &Point) -> u64 {
     (VERIFIED / point.shape.bytes()).clamp(1, point.shape.lists.into())
 }
 

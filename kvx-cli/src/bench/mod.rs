@@ -7,11 +7,12 @@
 //! compares the bytes that arrived.
 //!
 //! Layers, each of which imports only from those before it:
-//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`: points, memory and timing;
+//! 1. `points`, `pools`, `rounds`, `cpu`, `deadlines`, `machine`, `models`: points, memory, timing;
 //! 2. `bare`, `driver`, `sealed`, `access`, `content`: moves without kvx, and their bytes;
 //! 3. `target`, `initiator`, `device_limits`, `limits`, `session`: both processes and the limits;
-//! 4. `figures`, `arguments`, `companion`, `measure`: a point and its figures;
-//! 5. `bulk`, `notifications`, `readers`, `idle`, `kernels`, `companion_mode`: the other modes.
+//! 4. `figures`, `companion`, `measure`: a point and its figures;
+//! 5. `estimate`, `run`, `report`, `sweep`, `compare`: many points;
+//! 6. `arguments`, `bulk`, `notifications`, `readers`, `idle`, `kernels`, `companion_mode`: the other modes.
 
 mod access;
 mod arguments;
@@ -19,24 +20,31 @@ pub(crate) mod bare;
 mod bulk;
 mod companion;
 mod companion_mode;
+mod compare;
 pub(crate) mod content;
 mod cpu;
 mod deadlines;
 mod device_limits;
 mod driver;
+mod estimate;
 mod figures;
 mod idle;
 mod initiator;
 mod kernels;
 mod limits;
+mod machine;
 mod measure;
+mod models;
 mod notifications;
 pub(crate) mod points;
 pub(crate) mod pools;
 mod readers;
+mod report;
 mod rounds;
+mod run;
 mod sealed;
 mod session;
+mod sweep;
 pub(crate) mod target;
 
 use std::io::Write;
@@ -44,14 +52,13 @@ use std::io::Write;
 use kvx::{Options, Registry};
 
 pub(crate) use self::arguments::Arguments;
-use self::arguments::Bench;
-use self::companion::Companion;
+use self::arguments::{Bench, BenchCommand};
 pub(crate) use self::companion_mode::{CompanionArguments, run as answer};
 use self::figures::Output;
-use self::pools::Sizes;
-use self::session::Session;
+use self::report::Reports;
+use self::rounds::Effort;
+use self::run::{Run, names};
 pub(crate) use self::target::{TargetArguments, serve};
-use crate::progress::Progress;
 use crate::{Result, bytes};
 
 /// Runs the bench. With `for_people`, it prints a table unless JSON is requested.
@@ -61,20 +68,22 @@ pub(crate) fn run(
     out: &mut dyn Write,
     for_people: bool,
 ) -> Result<()> {
+    match &arguments.command {
+        Some(BenchCommand::Compare(arguments)) => return compare::run(arguments, out),
+        Some(BenchCommand::Sweep(arguments)) => {
+            return sweep::run(arguments, registry, out, for_people);
+        }
+        None => {}
+    }
     arguments.check()?;
+    let effort = Effort::new(arguments.rounds, arguments.seconds)?;
     let options = Options::parse(&arguments.options)?;
     let output = Output::new(out, arguments.json || !for_people);
     let mut bench = Bench { arguments, registry, output };
     if arguments.kernels {
-        return kernels::run(arguments, &mut bench.output);
+        return kernels::run(arguments, effort, &mut bench.output);
     }
-    let mut backends = Vec::new();
-    for written in &arguments.backend {
-        let name = registry.require(written, &options)?.0.name();
-        if !backends.contains(&name) {
-            backends.push(name);
-        }
-    }
+    let (backends, versions) = names(&arguments.backend, registry, &options)?;
     for backend in &backends {
         if let Some(bytes) = arguments.beside_bulk {
             bulk::run(&mut bench, backend, bytes)?;
@@ -85,14 +94,19 @@ pub(crate) fn run(
         } else if let Some(seconds) = arguments.idle {
             idle::run(&mut bench, backend, seconds)?;
         } else {
-            return points(&mut bench, &backends);
+            return points(&mut bench, effort, &backends, &versions);
         }
     }
     Ok(())
 }
 
-/// Measures every point of the sweep.
-fn points(bench: &mut Bench<'_>, backends: &[&'static str]) -> Result<()> {
+/// Measures every point.
+fn points(
+    bench: &mut Bench<'_>,
+    effort: Effort,
+    backends: &[&'static str],
+    versions: &[String],
+) -> Result<()> {
     let Bench { arguments, registry, output } = bench;
     let (points, left_out) = arguments.sweep(backends);
     for point in &left_out {
@@ -102,44 +116,22 @@ fn points(bench: &mut Bench<'_>, backends: &[&'static str]) -> Result<()> {
     if points.is_empty() {
         return Err("no point is left to measure".into());
     }
-    let sizes = points::memory(&points);
-    let about = arguments.duration(&points);
-    let (count, about_s) = (points.len(), about.as_secs().max(1));
-    let most = |of: fn(Sizes) -> u64| of(sizes.0).max(of(sizes.1));
-    let memory = match (most(Sizes::on_host), most(Sizes::on_device)) {
-        (host, 0) => format!("{} of memory per side", bytes::show(host)),
-        (host, device) => {
-            let host = if host > 0 {
-                format!("{} of memory and ", bytes::show(host))
-            } else {
-                String::new()
-            };
-            format!(
-                "{host}{} of GPU memory per side, and twice as much for the limits",
-                bytes::show(device)
-            )
-        }
-    };
-    eprintln!("{count} points, {memory}, about {about_s} s");
-    let mut session = Session::start(backends, registry, &arguments.options, sizes, about)?;
-    let mut beside = arguments.beside.as_deref().map(Companion::start).transpose()?;
-    let mut progress = Progress::new(points.len() * arguments.rounds, about);
-    let mut wrong = 0;
-    for point in &points {
-        let what = point.to_string();
-        progress.show(&what);
-        let step = || progress.step(&what);
-        let figures = measure::point(&mut session, point, beside.as_mut(), arguments, step)?;
-        progress.clear();
-        wrong += usize::from(!figures.verified);
-        output.figures(&figures)?;
-    }
-    if let Some(beside) = beside {
-        beside.end();
-    }
-    session.end()?;
-    if wrong > 0 {
-        return Err(format!("wrong bytes arrived at {wrong} of {} points", points.len()).into());
-    }
-    Ok(())
+    let reports = Reports::new(&arguments.report)?;
+    let beside = arguments.beside.as_deref();
+    let run = Run { backends, registry, options: &arguments.options, effort, beside };
+    let mut all = Vec::new();
+    let measured = run.measure(
+        &points,
+        "points",
+        |at| points[at].to_string(),
+        |_, figures| {
+            output.figures(&figures)?;
+            all.push(figures);
+            Ok(())
+        },
+    );
+    output.explain()?;
+    // Also of a run that failed: what was measured until then.
+    reports.write(&all, versions)?;
+    measured
 }

@@ -13,7 +13,7 @@ use crate::bytes;
 const MOST_LISTS: u64 = 256;
 
 /// The direction of a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum BenchOp {
     /// From the target's memory into the local memory.
@@ -23,7 +23,7 @@ pub(crate) enum BenchOp {
 }
 
 /// The order of a transfer's blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Pattern {
     /// Shuffled, differently on each side.
@@ -33,7 +33,7 @@ pub(crate) enum Pattern {
 }
 
 /// The memory of both sides; a single name stands for both.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Backing {
     /// A pool that kvx allocates.
@@ -77,7 +77,7 @@ impl Backing {
 }
 
 /// How the initiator waits for a transfer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Wait {
     /// `Transfer::wait`, which lets this thread drive the link.
@@ -146,19 +146,29 @@ impl Shape {
 /// Returns the numbers below `count` in an order that depends only on `seed`, as `BESIDE.md`
 /// specifies.
 pub(crate) fn shuffled(count: u32, seed: u64) -> Vec<u32> {
-    let mut state = seed;
-    let mut random = || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = state;
+    let mut random = Random::new(seed);
+    let mut numbers: Vec<u32> = (0..count).collect();
+    for at in (1..numbers.len()).rev() {
+        numbers.swap(at, (random.next() % (at as u64 + 1)) as usize);
+    }
+    numbers
+}
+
+/// Pseudorandom numbers that depend only on their seed: SplitMix64.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Random(seed)
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = self.0;
         word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         word ^ (word >> 31)
-    };
-    let mut numbers: Vec<u32> = (0..count).collect();
-    for at in (1..numbers.len()).rev() {
-        numbers.swap(at, (random() % (at as u64 + 1)) as usize);
     }
-    numbers
 }
 
 /// A measured point.

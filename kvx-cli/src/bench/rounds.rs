@@ -27,12 +27,33 @@ impl Round {
 /// A function that moves the blocks for about the given time.
 pub(crate) type Party<'a> = Box<dyn FnMut(Duration) -> Result<Round> + 'a>;
 
-/// Runs all parties in turn, `rounds` times; the first party changes from round to round. `seconds`
-/// is the total time. Returns each party's rounds.
+/// How thoroughly a point is measured.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Effort {
+    /// The rounds of each party.
+    pub(crate) rounds: usize,
+    /// The total time.
+    pub(crate) seconds: f64,
+}
+
+impl Effort {
+    /// Checks the values that a user wrote.
+    pub(crate) fn new(rounds: usize, seconds: f64) -> Result<Self> {
+        if rounds == 0 {
+            return Err("--rounds must be at least 1".into());
+        }
+        if !(seconds > 0.0 && seconds <= 86_400.0) {
+            return Err(format!("--seconds {seconds}: write a time of up to a day").into());
+        }
+        Ok(Effort { rounds, seconds })
+    }
+}
+
+/// Runs all parties in turn, as many rounds as wanted; the first party changes from round to round.
+/// Returns each party's rounds.
 pub(crate) fn interleave(
     parties: &mut [Party<'_>],
-    rounds: usize,
-    seconds: f64,
+    Effort { rounds, seconds }: Effort,
     mut after_each: impl FnMut(),
 ) -> Result<Vec<Vec<Round>>> {
     let budget = Duration::from_secs_f64(seconds / (rounds * parties.len()) as f64);
@@ -75,6 +96,14 @@ where
 pub(crate) fn round(value: f64, digits: i32) -> f64 {
     let scale = 10f64.powi(digits);
     (value * scale).round() / scale
+}
+
+/// Rounds a figure to `digits` significant digits.
+pub(crate) fn significant(value: f64, digits: i32) -> f64 {
+    if value == 0.0 || !value.is_finite() {
+        return value;
+    }
+    round(value, digits - 1 - value.abs().log10().floor() as i32)
 }
 
 /// Returns the value below which this part of the values lies, or `None` without values.
@@ -149,6 +178,13 @@ mod tests {
     }
 
     #[test]
+    fn figures_keep_their_significant_digits() {
+        let values = [0.000_123_456, 12.3456, 123_456.0, 0.0, f64::INFINITY];
+        let rounded = values.map(|value| significant(value, 3));
+        assert_eq!(rounded, [0.000_123, 12.3, 123_000.0, 0.0, f64::INFINITY]);
+    }
+
+    #[test]
     fn every_party_has_every_turn_as_often() {
         let order = std::cell::RefCell::new(String::new());
         let party = |name: char| -> Party<'_> {
@@ -158,7 +194,8 @@ mod tests {
                 Ok(took(1.0))
             })
         };
-        let done = interleave(&mut [party('a'), party('b')], 4, 1.0, || ()).unwrap();
+        let effort = Effort::new(4, 1.0).unwrap();
+        let done = interleave(&mut [party('a'), party('b')], effort, || ()).unwrap();
         assert_eq!((order.borrow().as_str(), done[0].len(), done[1].len()), ("abbaabba", 4, 4));
     }
 }

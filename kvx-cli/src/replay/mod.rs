@@ -1,8 +1,6 @@
 //! `kvx replay`: plays a recording of requests against a fleet, and measures its answers.
 
-mod plot;
 mod report;
-mod report_file;
 mod statistics;
 mod table;
 
@@ -16,9 +14,9 @@ use kvx_proxy::ApiKey;
 use kvx_proxy::replay::{PlayedEndpoint, ReplayOptions, Trace, play};
 use serde_json::json;
 
-use self::report_file::ReportFile;
 use self::statistics::{ServiceLevel, Summary};
 use crate::Result;
+use crate::report::ReportFile;
 
 /// The arguments of `kvx replay`.
 #[derive(clap::Args)]
@@ -95,7 +93,7 @@ fn time(text: &str) -> std::result::Result<Duration, String> {
 pub(crate) fn run(arguments: &Arguments, out: &mut LineWriter<File>) -> Result<()> {
     let (trace, mut notes) = trace(arguments)?;
     // Fail before the replay, not after it.
-    let report = arguments.report.as_ref().map(|path| ReportFile::new(path, &arguments.file));
+    let report = arguments.report.as_ref().map(|path| ReportFile::new(path, Some(&arguments.file)));
     let report = report.transpose()?;
     let mut options = ReplayOptions::default();
     options.model.clone_from(&arguments.model);

@@ -96,6 +96,9 @@ const HERE: &[(&str, fn(Words))] = &[
         "kvx replay requests.jsonl --url http://10.0.0.9:8000 --beside http://10.0.0.1:8000 --speed 2 --report replay.html",
         requests_are_replayed,
     ),
+    ("kvx bench --backend SHM --block 64K --count 64 --report bench.html", bench_reports),
+    ("kvx bench compare before.json after.json --fail-if-slower 10", runs_are_compared),
+    ("kvx bench sweep --model Llama-3.1-8B", models_are_measured),
     #[cfg(feature = "serve")]
     ("cargo run --release -- make-model /tmp/tiny --arch qwen3", model_is_made),
     #[cfg(all(feature = "serve", feature = "proxy"))]
@@ -192,6 +195,27 @@ fn secret_is_made(words: Words) {
     let said = printed(&mut words.kvx());
     assert!(said.contains("KVX_SECRET_FILE="), "{said}");
     kvx::Secret::from_file(words.folder.join("fleet.secret")).unwrap();
+}
+
+fn bench_reports(mut words: Words) {
+    words.words.extend(["--seconds", "0.1", "--pool", "16M"].map(str::to_owned));
+    assert!(printed(&mut words.kvx()).contains("\"round_gbps\":["));
+    assert!(words.folder.join("bench.html").exists());
+}
+
+fn runs_are_compared(words: Words) {
+    for file in ["before.json", "after.json"] {
+        let point = r#"{"backend": "SHM", "op": "read", "block": 4096, "count": 8, "pattern": "scattered",
+            "memory": "kvx", "wait": "block", "verified": true, "round_gbps": [1, 2, 3, 4, 5, 6]}"#;
+        std::fs::write(words.folder.join(file), point.replace('\n', " ")).unwrap();
+    }
+    let said = printed(&mut words.kvx());
+    assert!(said.contains("no difference shown"), "{said}");
+}
+
+fn models_are_measured(mut words: Words) {
+    words.words.extend(["--seconds", "0.1", "--pool", "16M"].map(str::to_owned));
+    assert!(printed(&mut words.kvx()).contains("\"seconds_per_32k\":"));
 }
 
 /// Probes an engine of a small model that has the name of a large one.

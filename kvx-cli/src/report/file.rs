@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 use crate::Result;
 
 /// A temporary file in the folder of a report. Dropping it leaves an earlier report as it is.
-pub(super) struct ReportFile {
+pub(crate) struct ReportFile {
     path: PathBuf,
     temporary: PathBuf,
     file: File,
 }
 
 impl ReportFile {
-    /// Fails if the report could not be written, or would replace the trace or no regular file.
-    pub(super) fn new(path: &Path, trace: &Path) -> Result<Self> {
+    /// Fails if the report could not be written, or would replace the command's input or no regular file.
+    pub(crate) fn new(path: &Path, input: Option<&Path>) -> Result<Self> {
         let cannot = |why: &dyn std::fmt::Display| {
             format!("cannot write the report {}: {why}", path.display())
         };
@@ -28,7 +28,8 @@ impl ReportFile {
             Err(error) if error.kind() == io::ErrorKind::NotFound => path.to_owned(),
             Err(error) => return Err(cannot(&error).into()),
         };
-        if trace.canonicalize().is_ok_and(|trace| trace == real) {
+        let input = input.and_then(|input| input.canonicalize().ok());
+        if input.is_some_and(|input| input == real) {
             return Err(cannot(&"it is the file to replay; name another file").into());
         }
         let mut name = real.file_name().unwrap_or_default().to_owned();
@@ -40,7 +41,7 @@ impl ReportFile {
     }
 
     /// Writes the report.
-    pub(super) fn write(mut self, page: &str) -> Result<()> {
+    pub(crate) fn write(mut self, page: &str) -> Result<()> {
         let written = self.file.write_all(page.as_bytes());
         written.and_then(|()| std::fs::rename(&self.temporary, &self.path)).map_err(|error| {
             format!("cannot write the report {}: {error}", self.path.display()).into()

@@ -3,8 +3,9 @@
 mod judge;
 mod matrix;
 
-use std::io::{IsTerminal as _, Write};
+use std::io::Write;
 use std::path::Path;
+use std::time::Duration;
 
 use kvx::Secret;
 use kvx_proxy::registration::FleetAddress;
@@ -13,6 +14,10 @@ use serde_json::{Value, json};
 
 use super::finding::{Finding, Tally, show};
 use crate::Result;
+use crate::progress::Progress;
+
+/// About the time that a pair takes.
+const PAIR: Duration = Duration::from_secs(1);
 
 /// The fleet to examine.
 #[derive(clap::Args)]
@@ -50,13 +55,15 @@ impl FleetArguments {
         };
         let limit = parse_duration(&self.within)?;
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let for_people = std::io::stderr().is_terminal();
+        let mut shown: Option<Progress> = None;
         let progress = |tried: usize, of: usize| {
-            if for_people && of > 1 {
-                match tried < of {
-                    true => eprint!("\r\x1b[Kpair {} of {of}", tried + 1),
-                    false => eprint!("\r\x1b[K"),
-                }
+            let shown = shown.get_or_insert_with(|| Progress::new(of, PAIR * of as u32));
+            match tried {
+                0 => shown.show("the first pair"),
+                _ => shown.step(&format!("{tried} of {of} pairs")),
+            }
+            if tried == of {
+                shown.clear();
             }
         };
         let trial = runtime.block_on(try_fleet(setup, limit, progress));
@@ -130,7 +137,7 @@ impl FleetReport {
                 "side_channel": pair.side_channel, "side_channel_fault": pair.side_channel_fault,
                 "prompt_tokens": pair.prompt_tokens, "transfer": transfer,
                 "prefill_s": pair.prefill_time.map(|time| time.as_secs_f64()),
-                "answer_s": (!pair.time.is_zero()).then(|| pair.time.as_secs_f64()),
+                "answer_s": (!pair.time.is_zero()).then_some(pair.time.as_secs_f64()),
             })
         });
         json!({

@@ -154,8 +154,8 @@ mod tests {
         assert_eq!(
             text,
             "PROBLEM  /dev/shm: has 64 MiB\n         \
-             why: pools live there pools live there pools live there pools live there pools live\n              \
-             there pools live there pools live there pools live there\n         \
+             why: pools live there pools live there pools live there pools live there pools live there\n              \
+             pools live there pools live there pools live there\n         \
              do:  type `mount -o remount,size=16g /dev/shm`\n\
              note     numa: one node\n\
              ok       files: 1024 descriptors\n"

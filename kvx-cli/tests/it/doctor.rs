@@ -118,7 +118,7 @@ fn doctor_names_loopback_and_a_firewall_between_hosts() {
     let start = |hosts: &mut Hosts, number: usize, port: &str, channel: &str, range: &str| {
         let config = json!({"kv_connector": "NixlConnector", "kv_role": "kv_both",
                             "kv_connector_extra_config":
-                                {"backends": ["TCP"], "load_timeout": 3, "tcp.ports": range}});
+                                {"backends": ["TCP"], "load_timeout": 20, "tcp.ports": range}});
         let (address, config) = (Hosts::address(number), config.to_string());
         let words = ["serve", folder, "--served-model-name", "m", "--kv-cache-memory-bytes", "16M"];
         let more = ["--host", &address, "--port", port, "--kv-transfer-config", &config];

@@ -215,10 +215,15 @@ fn known_cure(pair: &PairReport, trial: &FleetTrial) -> Option<String> {
                 .to_owned(),
         ),
         "peer_lost" | "timed_out" | "malformed" | "native" => Some(format!(
-            "the decode does not reach {side_channel}, or the port that the prefill's agent listens \
-             at: open its ports (`tcp.ports` or KVX_TCP_PORTS), or set the prefill's \
-             VLLM_NIXL_SIDE_CHANNEL_HOST and KVX_TCP_BIND to its address"
+            "the decode does not reach {side_channel}: open that port to it, or set the prefill's \
+             VLLM_NIXL_SIDE_CHANNEL_HOST to an address that the decode reaches"
         )),
+        "no_route" => Some(
+            "the decode reaches the prefill's side channel, and not its agent: open its ports \
+             (`tcp.ports` or KVX_TCP_PORTS), set its `tcp.bind` to an address that the decode \
+             reaches, or name a backend that both have in `backends`; the decode's log says which"
+                .to_owned(),
+        ),
         "peer_restarted" => Some(format!(
             "another engine answers at {side_channel}: two engines share this address, or the \
              prefill has restarted meanwhile. Give each engine its own \
@@ -522,6 +527,7 @@ mod tests {
         for (kind, expected) in [
             ("authentication", "KVX_SECRET_FILE"),
             ("timed_out", "does not reach 10.0.0.1:5600"),
+            ("no_route", "open its ports"),
             ("peer_restarted", "another engine answers at 10.0.0.1:5600"),
             ("incompatible", "`kvx probe 10.0.0.1:5600 --api http://10.0.0.1:8100 -- ARGS`"),
             ("cancelled", "troubleshooting.md"),

@@ -101,9 +101,9 @@ fn ucx_devices(listed: &str, interfaces: &[String], rdma: &[String]) -> Finding 
             .because("UCX finds no device, so that connections fail or take another route")
             .cure(format!("this host has {}", there()));
     }
+    let selects_some = !listed.starts_with('^') && !listed.contains('*') && listed != "all";
     let is_named = |name: &String| listed.split(',').any(|one| one.split(':').next() == Some(name));
-    if !rdma.is_empty() && !listed.starts_with('^') && listed != "all" && !rdma.iter().any(is_named)
-    {
+    if selects_some && !rdma.is_empty() && !rdma.iter().any(is_named) {
         return Finding::warning(topic, format!("{listed} leaves out {}", rdma.join(", ")))
             .because("UCX then sends blocks over TCP, although the host has RDMA")
             .cure(format!("`export UCX_NET_DEVICES={}:1`, or unset it", rdma[0]));

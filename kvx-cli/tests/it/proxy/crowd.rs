@@ -50,7 +50,7 @@ pub(crate) async fn a_thousand_idle_and_a_thousand_slow_connections_stay_under_1
     }
     let resident = fleet.proxy.resident();
     assert!(resident < MEMORY, "{resident} KiB for {CROWD} idle and {CROWD} slow connections");
-    println!("{resident} KiB with {CROWD} idle and {CROWD} slow connections");
+    eprintln!("{resident} KiB with {CROWD} idle and {CROWD} slow connections");
     let answer =
         Call::post(fleet.port(), COMPLETIONS, &completion("beside a crowd", 2)).send().await;
     assert_eq!(answer.status, 200, "{}", answer.text());

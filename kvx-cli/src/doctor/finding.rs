@@ -82,9 +82,16 @@ pub(super) struct Tally {
 }
 
 impl Tally {
-    pub(super) fn of(findings: &[Finding]) -> Self {
-        let count = |level| findings.iter().filter(|finding| finding.level == level).count();
-        Tally { problems: count(Level::Problem), warnings: count(Level::Warning) }
+    pub(super) fn of<'a>(findings: impl IntoIterator<Item = &'a Finding>) -> Self {
+        let mut tally = Tally::default();
+        for finding in findings {
+            match finding.level {
+                Level::Problem => tally.problems += 1,
+                Level::Warning => tally.warnings += 1,
+                Level::Note | Level::Ok => {}
+            }
+        }
+        tally
     }
 
     /// Returns `2 problems, 1 warning`, or `no problem`.

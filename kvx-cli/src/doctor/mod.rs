@@ -3,6 +3,9 @@
 mod finding;
 #[cfg(feature = "proxy")]
 mod fleet;
+#[cfg(not(feature = "proxy"))]
+#[path = "no_fleet.rs"]
+mod fleet;
 mod host;
 
 use std::io::Write;
@@ -18,7 +21,6 @@ use crate::Result;
 /// Exit status: 0 without a problem (warnings are none), 1 with one, 2 if the arguments are invalid.
 #[derive(Args)]
 pub(crate) struct Arguments {
-    #[cfg(feature = "proxy")]
     #[command(flatten)]
     fleet: fleet::FleetArguments,
     /// Print JSON
@@ -32,17 +34,11 @@ pub(crate) fn run(
     registry: &Registry,
     out: &mut dyn Write,
 ) -> Result<ExitCode> {
-    #[cfg(feature = "proxy")]
     let fleet = arguments.fleet.examine()?;
-    #[cfg(feature = "proxy")]
     let skips_host = arguments.fleet.skips_host();
-    #[cfg(not(feature = "proxy"))]
-    let skips_host = false;
     let host = if skips_host { Vec::new() } else { host::examine(registry) };
-    let mut all = host.clone();
-    #[cfg(feature = "proxy")]
-    all.extend(fleet.iter().flat_map(|fleet| fleet.findings.iter().cloned()));
-    let tally = Tally::of(&all);
+    let of_fleet = fleet.iter().flat_map(fleet::FleetReport::findings);
+    let tally = Tally::of(host.iter().chain(of_fleet));
     if arguments.json {
         let mut report = json!({
             "format": 1,
@@ -51,13 +47,11 @@ pub(crate) fn run(
             "warnings": tally.warnings,
             "host": host,
         });
-        #[cfg(feature = "proxy")]
         if let Some(fleet) = &fleet {
             report["fleet"] = fleet.to_json();
         }
         writeln!(out, "{report:#}")?;
     } else {
-        #[cfg(feature = "proxy")]
         if let Some(fleet) = &fleet {
             fleet.show(out)?;
         }

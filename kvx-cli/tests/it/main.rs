@@ -35,6 +35,7 @@ fn main() -> ExitCode {
     trials.extend(proxy::all_trials());
     #[cfg(all(feature = "serve", feature = "proxy"))]
     trials.extend(serve::guides::trials());
+    #[cfg(all(feature = "serve", feature = "proxy"))]
     trials.extend(serve::registered::trials());
     // Run four at a time: most tests mostly wait.
     harness_main_with(trials, 4)

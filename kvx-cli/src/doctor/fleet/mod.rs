@@ -95,12 +95,16 @@ impl FleetArguments {
 pub(super) struct FleetReport {
     trial: FleetTrial,
     verdict: String,
-    pub(super) findings: Vec<Finding>,
+    findings: Vec<Finding>,
 }
 
 impl FleetReport {
     fn new(trial: FleetTrial) -> Self {
         FleetReport { verdict: verdict(&trial), findings: judge::findings(&trial), trial }
+    }
+
+    pub(super) fn findings(&self) -> &[Finding] {
+        &self.findings
     }
 
     pub(super) fn show(&self, out: &mut dyn Write) -> std::io::Result<()> {

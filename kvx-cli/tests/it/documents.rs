@@ -96,6 +96,7 @@ const HERE: &[(&str, fn(Words))] = &[
         "kvx replay requests.jsonl --url http://10.0.0.9:8000 --beside http://10.0.0.1:8000 --speed 2 --report replay.html",
         requests_are_replayed,
     ),
+    ("kvx doctor", host_is_examined),
     ("kvx bench --backend SHM --block 64K --count 64 --report bench.html", bench_reports),
     ("kvx bench compare before.json after.json --fail-if-slower 10", runs_are_compared),
     ("kvx bench sweep --model Llama-3.1-8B", models_are_measured),
@@ -201,6 +202,15 @@ fn bench_reports(mut words: Words) {
     words.words.extend(["--seconds", "0.1", "--pool", "16M"].map(str::to_owned));
     assert!(printed(&mut words.kvx()).contains("\"round_gbps\":["));
     assert!(words.folder.join("bench.html").exists());
+}
+
+fn host_is_examined(told: Words) {
+    let said = output(&mut told.kvx(), LIMIT);
+    // The machine may have a problem.
+    assert!(matches!(said.status.code(), Some(0 | 1)), "{said:?}");
+    let text = String::from_utf8_lossy(&said.stdout);
+    assert!(text.starts_with("This host: "), "{text}");
+    assert!(text.contains("\nok       backend: TCP"), "{text}");
 }
 
 fn runs_are_compared(words: Words) {

@@ -30,15 +30,15 @@ impl Level {
     }
 }
 
-/// What was found out about one topic.
+/// A statement about one topic.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Finding {
     pub(super) level: Level,
     pub(super) topic: &'static str,
     pub(super) what: String,
-    /// Why it matters.
+    /// The reason that it matters.
     pub(super) why: Option<String>,
-    /// What to do.
+    /// The next step of the operator.
     pub(super) cure: Option<String>,
 }
 

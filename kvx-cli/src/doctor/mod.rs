@@ -1,4 +1,4 @@
-//! `kvx doctor`: whether this host, and a fleet, are what they should be.
+//! `kvx doctor`: examines this host, and whether blocks move through each pair of a fleet.
 
 mod finding;
 #[cfg(feature = "proxy")]
@@ -18,7 +18,7 @@ use serde_json::json;
 use self::finding::{Tally, show};
 use crate::Result;
 
-/// Exit status: 0 without a problem (warnings are none), 1 with one, 2 if the arguments are invalid.
+/// Exit status: 0 without a problem, whatever the warnings; 1 with one; 2 for invalid arguments.
 #[derive(Args)]
 pub(crate) struct Arguments {
     #[command(flatten)]

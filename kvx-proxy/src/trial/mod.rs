@@ -42,7 +42,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// How long a side channel may take to accept a connection.
 const CONNECT: Duration = Duration::from_secs(2);
 
-/// What was found out about a fleet.
+/// The result of trying a fleet.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct FleetTrial {
@@ -54,7 +54,7 @@ pub struct FleetTrial {
     pub pairs: Vec<PairReport>,
 }
 
-/// What an instance tells about itself.
+/// The answers of an instance about itself.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct InstanceReport {
@@ -64,11 +64,11 @@ pub struct InstanceReport {
     pub role: Role,
     /// Host and port.
     pub name: String,
-    /// Why the instance is not usable, if so.
+    /// The reason that the instance is not usable, if so.
     pub fault: Option<String>,
     /// True if it demands an API key that it was not given.
     pub requires_key: bool,
-    /// What `/version` answered.
+    /// The answer of `/version`.
     pub version: Option<String>,
     /// The models that it lists.
     pub models: Vec<String>,
@@ -80,7 +80,7 @@ pub struct InstanceReport {
     pub clock_offset: Option<f64>,
 }
 
-/// What became of a request through a pair.
+/// The outcome of a request through a pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PairOutcome {
@@ -111,7 +111,7 @@ pub struct Transfer {
     pub backends: Vec<String>,
 }
 
-/// What became of a request through a pair of instances.
+/// The report on a request through a pair of instances.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct PairReport {
@@ -121,23 +121,23 @@ pub struct PairReport {
     pub prefill: String,
     /// The decode instance.
     pub decode: String,
-    /// Whether blocks moved.
+    /// The outcome: whether blocks moved.
     pub outcome: PairOutcome,
     /// The error, or the reason why no blocks moved, if it is known.
     pub why: Option<String>,
     /// True if the decode instance refused the parameters of the prefill instance, and computed the
     /// prompt.
     pub refused: bool,
-    /// The kinds of errors with which the decode instance failed to connect to the prefill instance,
-    /// if it runs kvx: such as `authentication`, `incompatible`, `peer_lost`.
+    /// The kinds of errors with which the decode instance failed to connect to the prefill
+    /// instance, if it runs kvx: such as `authentication`, `incompatible`, `peer_lost`.
     pub failures: Vec<String>,
     /// Host and port of the side channel that the prefill instance named.
     pub side_channel: Option<String>,
-    /// Why this machine cannot connect to that side channel, if so.
+    /// The reason that this machine cannot connect to that side channel, if so.
     pub side_channel_fault: Option<String>,
     /// The tokens of the prompt.
     pub prompt_tokens: u32,
-    /// What moved.
+    /// The transfer, if there was one.
     pub transfer: Option<Transfer>,
     /// The time of the prefill.
     pub prefill_time: Option<Duration>,

@@ -1,4 +1,4 @@
-//! What an instance's metrics say about its blocks.
+//! Reads from an instance's metrics what became of its blocks.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub(super) struct Counters {
     backends: BTreeMap<String, f64>,
 }
 
-/// What was counted between two looks at an instance.
+/// The difference of two looks at an instance.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Counted {
     pub(super) bytes: u64,

@@ -1,4 +1,4 @@
-//! What follows from the answers of a fleet.
+//! Draws conclusions from the answers of a fleet.
 
 use std::collections::BTreeSet;
 
@@ -100,21 +100,48 @@ fn side_channels(trial: &FleetTrial) -> Vec<Finding> {
             let cure = format!("start it with `VLLM_NIXL_SIDE_CHANNEL_HOST={own}`");
             if is_loopback(host(address)) && !is_loopback(own) {
                 return Some(
-                    Finding::problem(topic, format!("prefill {prefill} tells decodes to ask {address}"))
-                        .because("a decode on another host then asks itself, and gets nothing or another engine")
-                        .cure(cure),
+                    Finding::problem(
+                        topic,
+                        format!(
+                            "prefill {prefill} tells decodes to ask \
+                         {address}"
+                        ),
+                    )
+                    .because(
+                        "a decode on another host then asks itself, and gets nothing or \
+                             another engine",
+                    )
+                    .cure(cure),
                 );
             }
             let why = pair.side_channel_fault.as_ref()?;
-            let what = format!("prefill {prefill} tells decodes to ask {address}, where this host gets no connection: {why}");
-            if trial.pairs.iter().any(|one| one.prefill == *prefill && one.outcome == PairOutcome::Moved) {
-                return Some(Finding::note(topic, what).because("a decode has reached it: a firewall may admit the decodes alone"));
+            let what = format!(
+                "prefill {prefill} tells decodes to ask {address}, where this \
+                 host gets no connection: {why}"
+            );
+            if trial
+                .pairs
+                .iter()
+                .any(|one| one.prefill == *prefill && one.outcome == PairOutcome::Moved)
+            {
+                return Some(Finding::note(topic, what).because(
+                    "a decode has reached it: a \
+                     firewall may admit the decodes alone",
+                ));
             }
             let elsewhere = host(address) != own;
-            Some(Finding::problem(topic, what).because("decodes ask there for the blocks").cure(match elsewhere {
-                true => format!("{cure}, unless {} is another address of its host", host(address)),
-                false => format!("open port {} of {own} to the decodes; `ss -ltn` on {own} shows whether it listens", address.rsplit(':').next().unwrap_or_default()),
-            }))
+            Some(Finding::problem(topic, what).because("decodes ask there for the blocks").cure(
+                match elsewhere {
+                    true => {
+                        format!("{cure}, unless {} is another address of its host", host(address))
+                    }
+                    false => format!(
+                        "open port {} of {own} to the decodes; `ss -ltn` on {own} shows \
+                     whether it listens",
+                        address.rsplit(':').next().unwrap_or_default()
+                    ),
+                },
+            ))
         })
         .collect()
 }
@@ -123,6 +150,9 @@ fn outcome(pair: &PairReport, trial: &FleetTrial) -> Option<Finding> {
     let topic = "pair";
     let both = format!("prefill {} with decode {}", pair.prefill, pair.decode);
     let why = pair.why.as_deref().unwrap_or_default();
+    // Its own finding says so.
+    let is_down =
+        |name: &str| trial.instances.iter().any(|one| one.name == name && one.fault.is_some());
     match pair.outcome {
         PairOutcome::Failed => Some(
             Finding::problem(topic, format!("{both} fails: {why}"))
@@ -137,7 +167,7 @@ fn outcome(pair: &PairReport, trial: &FleetTrial) -> Option<Finding> {
             )
             .cure("look at the decode's log; vLLM and `kvx serve` tell it in /metrics"),
         ),
-        PairOutcome::Untried if why.contains(" is down") => None, // said for the instance
+        PairOutcome::Untried if is_down(&pair.prefill) || is_down(&pair.decode) => None,
         PairOutcome::Untried => {
             Some(Finding::warning(topic, format!("{both} was not tried: {why}")))
         }
@@ -186,8 +216,8 @@ fn computed(pair: &PairReport, both: &str, trial: &FleetTrial) -> Finding {
     match known_cure(pair, trial) {
         Some(cure) => finding.cure(cure),
         None => finding.cure(
-            "look for `its load has failed`, `kv_transfer_params` or `NIXL` in the decode's log. The \
-             usual causes: an engine without --kv-transfer-config, a wrong side channel, another \
+            "look for `its load has failed`, `kv_transfer_params` or `NIXL` in the decode's log. \
+             The usual causes: an engine without --kv-transfer-config, a wrong side channel, another \
              secret",
         ),
     }
@@ -195,6 +225,36 @@ fn computed(pair: &PairReport, both: &str, trial: &FleetTrial) -> Finding {
 
 /// Returns what to do about a cause that the instances' counters and settings tell.
 fn known_cure(pair: &PairReport, trial: &FleetTrial) -> Option<String> {
+    let has = |kinds: &[&str]| pair.failures.iter().any(|kind| kinds.contains(&&**kind));
+    let side_channel = pair.side_channel.as_deref().unwrap_or("the side channel");
+    if has(&["authentication"]) {
+        return Some(
+            "the secrets of the two differ, or one has none: give both the same KVX_SECRET_FILE \
+             (`kvx secret FILE` makes one)"
+                .to_owned(),
+        );
+    }
+    if has(&["peer_lost", "timed_out", "malformed", "native"]) {
+        return Some(format!(
+            "the decode does not reach {side_channel}: open that port to it, or set the prefill's \
+             VLLM_NIXL_SIDE_CHANNEL_HOST to an address that the decode reaches"
+        ));
+    }
+    if has(&["no_route"]) {
+        return Some(
+            "the decode reaches the prefill's side channel, and not its agent: open its ports \
+             (`tcp.ports` or KVX_TCP_PORTS), set its `tcp.bind` to an address that the decode \
+             reaches, or name a backend that both have in `backends`; the decode's log says which"
+                .to_owned(),
+        );
+    }
+    if has(&["peer_restarted"]) {
+        return Some(format!(
+            "another engine answers at {side_channel}: two engines share this address, or the \
+             prefill has restarted meanwhile. Give each engine its own \
+             VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT"
+        ));
+    }
     let size = |name: &str, role| {
         let one = trial.instances.iter().find(|one| one.name == name && one.role == role);
         one.and_then(|one| one.block_size)
@@ -207,35 +267,13 @@ fn known_cure(pair: &PairReport, trial: &FleetTrial) -> Option<String> {
             "start both with one `--block-size`: the prefill has {ours}, the decode {theirs}"
         ));
     }
-    let side_channel = pair.side_channel.as_deref().unwrap_or("the side channel");
-    pair.failures.iter().find_map(|kind| match kind.as_str() {
-        "authentication" => Some(
-            "the secrets of the two differ, or one has none: give both the same KVX_SECRET_FILE \
-             (`kvx secret FILE` makes one)"
-                .to_owned(),
-        ),
-        "peer_lost" | "timed_out" | "malformed" | "native" => Some(format!(
-            "the decode does not reach {side_channel}: open that port to it, or set the prefill's \
-             VLLM_NIXL_SIDE_CHANNEL_HOST to an address that the decode reaches"
-        )),
-        "no_route" => Some(
-            "the decode reaches the prefill's side channel, and not its agent: open its ports \
-             (`tcp.ports` or KVX_TCP_PORTS), set its `tcp.bind` to an address that the decode \
-             reaches, or name a backend that both have in `backends`; the decode's log says which"
-                .to_owned(),
-        ),
-        "peer_restarted" => Some(format!(
-            "another engine answers at {side_channel}: two engines share this address, or the \
-             prefill has restarted meanwhile. Give each engine its own \
-             VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT"
-        )),
-        "incompatible" => Some(format!(
+    has(&["incompatible"]).then(|| {
+        format!(
             "the engine at {side_channel} does not fit the decode: another model, version, type or \
              layout. `kvx probe {side_channel} --api http://{} -- ARGS`, with the decode's \
              arguments, names the difference",
             pair.prefill
-        )),
-        _ => None,
+        )
     })
 }
 
@@ -254,7 +292,8 @@ fn cure(why: &str) -> String {
         ),
         (
             has("hash mismatch") || has("kv_compat"),
-            "give both engines the same model name, vLLM version and --dtype; `kvx probe` names the difference",
+            "give both engines the same model name, vLLM version and --dtype; `kvx probe` names \
+                 the difference",
         ),
         (
             has("block size") || has("block_size") || has("blocks of"),
@@ -262,28 +301,40 @@ fn cure(why: &str) -> String {
         ),
         (
             has("engine id mismatch") || has("another engine"),
-            "the prefill was restarted, or two engines share one side channel: give each its own VLLM_NIXL_SIDE_CHANNEL_PORT and host, then try again",
+            "the prefill was restarted, or two engines share one side channel: give each its own \
+                 VLLM_NIXL_SIDE_CHANNEL_PORT and host, then try again",
         ),
         (
             has("no backend serves"),
-            "name a backend that both have in `backends`; `kvx doctor` on both hosts shows what works there",
+            "name a backend that both have in `backends`; `kvx doctor` on both hosts shows what \
+                 works there",
         ),
         (
             has("no connection") || has("nobody listens") || has("handshake") || has("connect"),
-            "the decode's host must reach the address that the message names: open that port, or set the prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and KVX_TCP_BIND to its address",
+            "the decode's host must reach the address that the message names: open that port, or \
+                 set the prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and KVX_TCP_BIND to its address",
         ),
         (
             has("in time") || has("silent"),
-            "look whether that instance hangs, or a firewall drops packets to the port that the decode's log names",
+            "look whether that instance hangs, or a firewall drops packets to the port that the \
+                 decode's log names",
         ),
     ];
     let found = known.iter().find(|(is_it, _)| *is_it).map(|(_, cure)| *cure);
-    found.unwrap_or("the logs of both instances have more; docs/operations/troubleshooting.md lists the messages").to_owned()
+    found
+        .unwrap_or(
+            "the logs of both instances have more; docs/operations/troubleshooting.md \
+         lists the messages",
+        )
+        .to_owned()
 }
 
 /// Reports what the instances of a pool should have in common.
 fn differences(trial: &FleetTrial) -> Vec<Finding> {
     let mut found = Vec::new();
+    // Some engines convert what differs.
+    let works = trial.pairs.iter().all(|pair| pair.outcome == PairOutcome::Moved);
+    let finding = if works { Finding::note } else { Finding::problem };
     let pools: BTreeSet<&str> = trial.instances.iter().map(|one| &*one.pool).collect();
     for pool in pools {
         let up: Vec<_> =
@@ -303,14 +354,17 @@ fn differences(trial: &FleetTrial) -> Vec<Finding> {
         };
         if let Some(sizes) = values(&|one| one.block_size.map(|size| size.to_string())) {
             found.push(
-                Finding::problem("block size", format!("it differs: {sizes}"))
-                    .because("blocks of one size do not fit the other: transfers are refused, or cost a copy")
+                finding("block size", format!("it differs: {sizes}"))
+                    .because(
+                        "blocks of one size do not fit the other: transfers are refused, or \
+                         cost a copy",
+                    )
                     .cure("start all engines of a pool with one `--block-size`"),
             );
         }
         if let Some(types) = values(&|one| one.cache_type.clone()) {
             found.push(
-                Finding::problem("cache type", format!("it differs: {types}"))
+                finding("cache type", format!("it differs: {types}"))
                     .because("a decode would read the numbers of another type")
                     .cure("start all engines of a pool with one `--kv-cache-dtype`"),
             );
@@ -355,7 +409,10 @@ fn routes(trial: &FleetTrial) -> Vec<Finding> {
             found.push(
                 Finding::warning(
                     "route",
-                    format!("prefill {} and decode {} are one host, and use TCP", pair.prefill, pair.decode),
+                    format!(
+                        "prefill {} and decode {} are one host, and use TCP",
+                        pair.prefill, pair.decode
+                    ),
                 )
                 .because("shared memory is several times faster")
                 .cure(
@@ -375,12 +432,19 @@ fn routes(trial: &FleetTrial) -> Vec<Finding> {
                     Finding::warning(
                         "speed",
                         format!(
-                            "prefill {} with decode {}: {:.2} GB/s, where the median of the pairs is {:.2}",
-                            pair.prefill, pair.decode, rate / 1e9, median / 1e9
+                            "prefill {} with decode {}: {:.2} GB/s, where the median of the \
+                                 pairs is {:.2}",
+                            pair.prefill,
+                            pair.decode,
+                            rate / 1e9,
+                            median / 1e9
                         ),
                     )
                     .because("one slow link delays each request that takes it")
-                    .cure("compare the routes in the decodes' logs (`reaches ... by`), and MTU and speed of the interfaces: `kvx doctor` on both hosts"),
+                    .cure(
+                        "compare the routes in the decodes' logs (`reaches ... by`), and MTU \
+                         and speed of the interfaces: `kvx doctor` on both hosts",
+                    ),
                 );
             }
         }

@@ -102,7 +102,7 @@ fn cell(pair: &PairReport) -> String {
         (PairOutcome::Moved, Some(moved)) => {
             let mut words = vec![match moved.bytes {
                 0 => format!("{} tokens moved", moved.tokens),
-                bytes => super::super::host::bytes(bytes),
+                bytes => super::super::host::system::bytes(bytes),
             }];
             words.extend(rate(pair).map(|rate| format!("{:.2} GB/s", rate / 1e9)));
             words.extend((!moved.backends.is_empty()).then(|| moved.backends.join("+")));

@@ -1,4 +1,4 @@
-//! Whether a fleet moves blocks, pair by pair.
+//! Examines a fleet, pair by pair.
 
 mod judge;
 mod matrix;
@@ -22,8 +22,8 @@ const PAIR: Duration = Duration::from_secs(1);
 /// The fleet to examine.
 #[derive(clap::Args)]
 pub(super) struct FleetArguments {
-    /// Examine a fleet too: a file of `kvx proxy --config`, or `etcd://HOST:PORT/FLEET`. Each pair of
-    /// a prefill and a decode instance gets one request of 512 random tokens
+    /// Examine a fleet too: a file of `kvx proxy --config`, or `etcd://HOST:PORT/FLEET`. Each pair
+    /// of a prefill and a decode instance gets one request of 512 random tokens
     #[arg(long, value_name = "FILE|etcd://...")]
     fleet: Option<String>,
     /// A prefill instance of the fleet, without a file
@@ -49,7 +49,9 @@ impl FleetArguments {
     pub(super) fn examine(&self) -> Result<Option<FleetReport>> {
         let Some(setup) = self.setup()? else {
             return match self.skip_host {
-                true => Err("--skip-host leaves nothing to examine without --fleet, or --prefill and --decode".into()),
+                true => Err("--skip-host leaves nothing to examine without --fleet, or --prefill \
+                     and --decode"
+                    .into()),
                 false => Ok(None),
             };
         };
@@ -91,7 +93,7 @@ impl FleetArguments {
     }
 }
 
-/// What was found out about a fleet.
+/// The trial of a fleet, and the conclusions.
 pub(super) struct FleetReport {
     trial: FleetTrial,
     verdict: String,

@@ -1,11 +1,11 @@
-//! What environment variables mean for an engine that is started with them.
+//! Examines the environment variables of engines.
 
 use std::net::{IpAddr, ToSocketAddrs, UdpSocket};
 
 use kvx::Secret;
 
 use super::super::finding::Finding;
-use super::{names, rdma_devices, variable};
+use super::system::{names, rdma_devices, variable};
 
 pub(super) fn examine() -> Vec<Finding> {
     let mut found = Vec::new();
@@ -55,8 +55,13 @@ fn address(name: &'static str, host: &str) -> Finding {
     }
     if let Some(foreign) = addresses.iter().find(|address| !is_of_this_host(**address)) {
         return Finding::problem(name, format!("{foreign} is not an address of this host"))
-            .because("an engine that is started with it cannot listen there, or sends its peers elsewhere")
-            .cure(format!("`export {name}=` and an address of this host: `ip address` lists them"));
+            .because(
+                "an engine that is started with it cannot listen there, or sends its peers \
+                 elsewhere",
+            )
+            .cure(format!(
+                "`export {name}=` and an address of this host: `ip address` lists them"
+            ));
     }
     if addresses.iter().all(IpAddr::is_loopback) {
         return Finding::warning(name, format!("{host} is loopback"))
@@ -128,7 +133,10 @@ fn proxy(set: &[&str], exceptions: Option<&str>) -> Option<Finding> {
                 "kvx ignores it, but curl, Python's clients and vLLM's scripts send requests \
                  between engines through it, unless no_proxy names their hosts",
             )
-            .cure("add the engines' hosts to no_proxy: `export no_proxy=localhost,127.0.0.1,10.0.0.0/8`"),
+            .cure(
+                "add the engines' hosts to no_proxy: `export \
+                 no_proxy=localhost,127.0.0.1,10.0.0.0/8`",
+            ),
     )
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::super::finding::Finding;
-use super::{read, variable};
+use super::system::{read, variable};
 
 /// The bit of the capability `CAP_SYS_PTRACE`.
 const SYS_PTRACE: u32 = 19;
@@ -35,7 +35,10 @@ fn other_memory(scope: Option<&str>, may_trace: bool) -> Finding {
                 "SHM cannot read memory that an engine has adopted, such as vLLM's: such blocks \
                  take TCP on one host (kvx's own pools are not affected)",
             )
-            .cure("`sysctl kernel.yama.ptrace_scope=0` on the host, or give the engines CAP_SYS_PTRACE"),
+            .cure(
+                "`sysctl kernel.yama.ptrace_scope=0` on the host, or give the engines \
+                 CAP_SYS_PTRACE",
+            ),
     }
 }
 

@@ -58,7 +58,8 @@ fn nixl(library: &str, verdict: Result<&str, String>) -> Finding {
         Ok(name) => Finding::ok("NIXL", format!("{name} at {library}")),
         Err(why) => Finding::warning("NIXL", why)
             .because(format!(
-                "the NIXL at {library} does not take kvx's backend KVX; its own backends work without it"
+                "the NIXL at {library} does not take kvx's backend KVX; its own backends work \
+                     without it"
             ))
             .cure("install a NIXL that `kvx nixl` supports, or keep UCX in `backends`"),
     }
@@ -83,8 +84,14 @@ fn gpus() -> Option<Finding> {
             Finding::ok("GPU", names.join("; "))
         }
         Err(why) => Finding::problem("GPU", why.to_string())
-            .because("a driver is loaded, and its library or its devices cannot be used: device memory cannot be moved")
-            .cure("`nvidia-smi` or `rocm-smi` in the same container says more; give the container its GPUs (`--gpus all`, or `--device /dev/kfd --device /dev/dri`)"),
+            .because(
+                "a driver is loaded, and its library or its devices cannot be used: device \
+                 memory cannot be moved",
+            )
+            .cure(
+                "`nvidia-smi` or `rocm-smi` in the same container says more; give the \
+                 container its GPUs (`--gpus all`, or `--device /dev/kfd --device /dev/dri`)",
+            ),
     })
 }
 

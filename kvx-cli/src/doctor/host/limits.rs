@@ -1,7 +1,7 @@
 //! Limits, memory and the clock.
 
 use super::super::finding::Finding;
-use super::{bytes, rdma_devices, read};
+use super::system::{bytes, rdma_devices, read};
 
 /// Descriptors below this are too few for an engine with a hundred peers.
 const FEW_FILES: u64 = 8192;
@@ -147,9 +147,16 @@ fn clock() -> Option<Finding> {
     match answer {
         -1 => None,
         libc::TIME_ERROR => Some(
-            Finding::note("clock", "nothing keeps it in step with other clocks, as far as the kernel knows")
-                .because("registrations in etcd are signed with their time: 10 minutes of difference refuse them")
-                .cure("run chrony, systemd-timesyncd or ntpd on the host"),
+            Finding::note(
+                "clock",
+                "nothing keeps it in step with other clocks, as far as the \
+                 kernel knows",
+            )
+            .because(
+                "registrations in etcd are signed with their time: 10 minutes of \
+                     difference refuse them",
+            )
+            .cure("run chrony, systemd-timesyncd or ntpd on the host"),
         ),
         _ => Some(Finding::ok("clock", "is kept in step with others")),
     }

@@ -1,4 +1,4 @@
-//! Whether this host is what an engine needs.
+//! Examines this host as the home of an engine.
 
 mod environment;
 mod isolation;
@@ -6,8 +6,7 @@ mod libraries;
 mod limits;
 mod network;
 mod ports;
-
-use std::path::Path;
+pub(super) mod system;
 
 use kvx::Registry;
 
@@ -23,39 +22,4 @@ pub(super) fn examine(registry: &Registry) -> Vec<Finding> {
     found.extend(ports::examine());
     found.extend(libraries::examine(registry));
     found
-}
-
-/// Reads a small file of the kernel; `None` if it does not exist or cannot be read.
-fn read(path: impl AsRef<Path>) -> Option<String> {
-    std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned())
-}
-
-/// Returns the names in a folder of the kernel, sorted.
-fn names(folder: impl AsRef<Path>) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
-    names
-}
-
-/// Returns the RDMA devices of this host.
-fn rdma_devices() -> Vec<String> {
-    names("/sys/class/infiniband")
-}
-
-/// Returns the value of an environment variable, unless it is empty.
-fn variable(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
-}
-
-/// Returns `1.5 GiB`, `64 MiB` or `12 KiB`.
-pub(super) fn bytes(count: u64) -> String {
-    let unit = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let (shift, name) = unit.into_iter().find(|(shift, _)| count >= 1 << shift).unwrap_or((0, "B"));
-    let value = count as f64 / (1u64 << shift) as f64;
-    match value.fract() < 0.05 || value >= 100.0 {
-        true => format!("{} {name}", value as u64),
-        false => format!("{value:.1} {name}"),
-    }
 }

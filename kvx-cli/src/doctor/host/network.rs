@@ -1,7 +1,7 @@
 //! Network interfaces, RDMA devices, and their distance to GPUs.
 
 use super::super::finding::Finding;
-use super::{names, rdma_devices, read};
+use super::system::{names, rdma_devices, read};
 
 /// The least MTU of IPv6. Tunnels and clouds have some less than 1,500.
 const SMALL_MTU: u32 = 1280;
@@ -58,13 +58,22 @@ impl Interface {
         if mtu < SMALL_MTU {
             return Some(
                 Finding::warning("MTU", format!("{} has {mtu}", self.name))
-                    .because("a tunnel or a wrong setting: large transfers lose speed, and packets that are too long for a path may vanish")
-                    .cure(format!("`ip link set {} mtu 1500`, or more if all of the path allows it", self.name)),
+                    .because(
+                        "a tunnel or a wrong setting: large transfers lose speed, and \
+                         packets that are too long for a path may vanish",
+                    )
+                    .cure(format!(
+                        "`ip link set {} mtu 1500`, or more if all of the path allows \
+                         it",
+                        self.name
+                    )),
             );
         }
         (mtu < 9000 && self.speed.is_some_and(|speed| speed >= FAST)).then(|| {
-            Finding::note("MTU", format!("{} has {mtu}", self.name))
-                .because("TCP at this speed costs less of a CPU with packets of 9,000 bytes, if all of the path allows them")
+            Finding::note("MTU", format!("{} has {mtu}", self.name)).because(
+                "TCP at this speed costs less of a CPU with packets of 9,000 bytes, if \
+                     all of the path allows them",
+            )
         })
     }
 }
@@ -118,9 +127,15 @@ impl RdmaDevice {
         let what = format!("{}: {}", self.name, parts.join(", "));
         match self.state.as_deref() {
             Some("ACTIVE") => Finding::ok("RDMA", what),
-            state => Finding::problem("RDMA", format!("{} is {}", self.name, state.unwrap_or("without a port").to_lowercase()))
-                .because("blocks that it should carry take TCP, or fail")
-                .cure("`rdma link` and `ibstat` say more: check the cable, the subnet manager (InfiniBand) or the interface (RoCE)"),
+            state => Finding::problem(
+                "RDMA",
+                format!("{} is {}", self.name, state.unwrap_or("without a port").to_lowercase()),
+            )
+            .because("blocks that it should carry take TCP, or fail")
+            .cure(
+                "`rdma link` and `ibstat` say more: check the cable, the subnet manager \
+                     (InfiniBand) or the interface (RoCE)",
+            ),
         }
     }
 }
@@ -140,8 +155,8 @@ fn gpu_nodes() -> Vec<String> {
         let value = |file: &str| read(format!("/sys/bus/pci/devices/{bus}/{file}"));
         let is_gpu = matches!(value("vendor")?.as_str(), "0x10de" | "0x1002")
             // Display controllers, and accelerators.
-            && ["0x03", "0x12"].iter().any(|class| value("class").is_some_and(|of| of.starts_with(class)));
-        is_gpu.then(|| format!("{bus} on {}", value("numa_node").unwrap_or_else(|| "-1".to_owned())))
+            && value("class").is_some_and(|of| of.starts_with("0x03") || of.starts_with("0x12"));
+        is_gpu.then(|| format!("{bus} on {}", value("numa_node").as_deref().unwrap_or("-1")))
     });
     gpus.collect()
 }

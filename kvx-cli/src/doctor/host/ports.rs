@@ -1,9 +1,9 @@
-//! Whether the ports that an engine or a router would take are free.
+//! Examines whether the ports of an engine are free.
 
 use std::net::{Ipv4Addr, TcpListener};
 
 use super::super::finding::Finding;
-use super::{names, read, variable};
+use super::system::{names, read, variable};
 
 pub(super) fn examine() -> Vec<Finding> {
     let named = |name: &str, default: u16| {

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use hyper::header::{AUTHORIZATION, HeaderMap};
-
 use crate::discovery::{Reconciler, providers};
 use crate::fleet::Fleet;
 use crate::fleet::instance::{Instance, PrefillKind, Role};
@@ -69,8 +67,7 @@ async fn instance(live: &LiveSetup, one: &Instance) -> Finding {
         let why = one.state.last_fault().unwrap_or_else(|| "it does not answer".to_owned());
         return Finding::Fails(format!("{role} {name}: {why}"));
     }
-    let headers: HeaderMap =
-        live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect();
+    let headers = live.headers_for_instances();
     let timeout = live.setup.health.timeout;
     let models = live.upstream.get_json(&one.setup, "/v1/models", headers, timeout).await;
     if let Ok((status, _)) = &models

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use hyper::header::{AUTHORIZATION, HeaderMap};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -68,12 +67,15 @@ pub(crate) async fn round(core: &Arc<Core>, live: &Arc<LiveSetup>, look: WatchSc
 
 async fn check(core: &Core, live: &LiveSetup, instance: &Instance, models: bool) {
     let timeout = live.setup.health.timeout;
-    let well =
-        match live.upstream.get_json(&instance.setup, "/health", headers(live), timeout).await {
-            Ok((status, _)) if !status.is_server_error() => Ok(()),
-            Ok((status, _)) => Err((format!("GET /health answered {}", status.as_u16()), false)),
-            Err(fault) => Err((format!("GET /health: {fault}"), fault.is_late())),
-        };
+    let well = match live
+        .upstream
+        .get_json(&instance.setup, "/health", live.headers_for_instances(), timeout)
+        .await
+    {
+        Ok((status, _)) if !status.is_server_error() => Ok(()),
+        Ok((status, _)) => Err((format!("GET /health answered {}", status.as_u16()), false)),
+        Err(fault) => Err((format!("GET /health: {fault}"), fault.is_late())),
+    };
     let well = match well {
         Ok(()) => {
             let (fresh, stale) = (instance.state.is_down(), instance.state.take_stale());
@@ -114,15 +116,12 @@ async fn check(core: &Core, live: &LiveSetup, instance: &Instance, models: bool)
     }
 }
 
-fn headers(live: &LiveSetup) -> HeaderMap {
-    let key = live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone()));
-    key.collect()
-}
-
 async fn learn_models(live: &LiveSetup, instance: &Instance) {
     let timeout = live.setup.health.timeout;
-    let answer =
-        live.upstream.get_json(&instance.setup, "/v1/models", headers(live), timeout).await;
+    let answer = live
+        .upstream
+        .get_json(&instance.setup, "/v1/models", live.headers_for_instances(), timeout)
+        .await;
     if let Ok((status, Some(value))) = answer
         && status.is_success()
     {

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
-use hyper::header::HeaderValue;
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use tokio::sync::{mpsc, watch};
 
 use super::conversation::Conversations;
@@ -65,6 +65,11 @@ impl LiveSetup {
                 .and_then(|key| headers::bearer(key.text())),
             setup: Arc::new(setup),
         })
+    }
+
+    /// Returns the headers of the router's own requests to instances.
+    pub(crate) fn headers_for_instances(&self) -> HeaderMap {
+        self.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect()
     }
 
     fn with_fleet(&self, fleet: Fleet) -> Self {

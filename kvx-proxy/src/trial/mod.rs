@@ -8,7 +8,7 @@ use std::time::{Duration, SystemTime};
 
 use axum::body::Body;
 use bytes::Bytes;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, DATE, HeaderMap};
+use hyper::header::{CONTENT_TYPE, DATE};
 use hyper::http::uri::PathAndQuery;
 use hyper::service::Service as _;
 use hyper::{Method, Request, Response, StatusCode};
@@ -16,7 +16,7 @@ use hyper_util::service::TowerToHyperService;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use self::scrape::Counters;
 use crate::discovery::{Reconciler, providers};
@@ -195,37 +195,22 @@ pub async fn try_fleet(
     Ok(trial)
 }
 
-/// Returns all pairs. Those that come first have different instances, so that a time limit leaves
-/// out none.
+/// Returns all pairs. Those with an instance that no earlier pair has come first, so that a time
+/// limit leaves out no instance.
 fn pairs(live: &LiveSetup) -> Vec<(Arc<Instance>, Arc<Instance>)> {
-    let mut pairs = Vec::new();
-    for pool in 0..live.fleet.pools.len() {
-        let of = |role| -> Vec<_> {
-            live.fleet.of(role).iter().filter(|one| one.pool == pool).cloned().collect()
-        };
-        let (prefills, decodes) = (of(Role::Prefill), of(Role::Decode));
-        for turn in 0..decodes.len() {
-            pairs.extend(prefills.iter().enumerate().map(|(place, prefill)| {
-                let decode = &decodes[(place + turn) % decodes.len()];
-                (turn, Arc::clone(prefill), Arc::clone(decode))
-            }));
-        }
-    }
-    pairs.sort_by_key(|(turn, ..)| *turn);
-    // With fewer prefill instances than decode instances, a turn leaves decode instances out.
-    let mut fresh = HashSet::new();
+    let mut tried = HashSet::new();
     let (mut first, mut rest) = (Vec::new(), Vec::new());
-    for (_, prefill, decode) in pairs {
-        let is_new =
-            fresh.insert(prefill.shared_name.clone()) | fresh.insert(decode.shared_name.clone());
-        (if is_new { &mut first } else { &mut rest }).push((prefill, decode));
+    for prefill in live.fleet.of(Role::Prefill) {
+        let decodes = live.fleet.of(Role::Decode).iter();
+        for decode in decodes.filter(|decode| decode.pool == prefill.pool) {
+            let is_new =
+                [prefill, decode].map(|one| tried.insert(Arc::as_ptr(one))).contains(&true);
+            let pairs = if is_new { &mut first } else { &mut rest };
+            pairs.push((Arc::clone(prefill), Arc::clone(decode)));
+        }
     }
     first.extend(rest);
     first
-}
-
-fn headers(live: &LiveSetup) -> HeaderMap {
-    live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect()
 }
 
 async fn get(
@@ -235,8 +220,14 @@ async fn get(
 ) -> Option<(Response<()>, Bytes)> {
     let until = Instant::now() + live.setup.health.timeout;
     let path = PathAndQuery::from_static(path);
-    let sent =
-        live.upstream.send(&one.setup, Method::GET, &path, headers(live), Bytes::new(), until);
+    let sent = live.upstream.send(
+        &one.setup,
+        Method::GET,
+        &path,
+        live.headers_for_instances(),
+        Bytes::new(),
+        until,
+    );
     let (parts, body) = sent.await.ok()?.into_parts();
     let body = whole(body, WHOLE, until).await.ok()?;
     Some((Response::from_parts(parts, ()), body))
@@ -272,7 +263,7 @@ impl InstanceReport {
             report.fault = Some(fault.unwrap_or_else(|| "it does not answer".to_owned()));
             return report;
         }
-        report.models = one.state.models.cards().keys().cloned().collect();
+        report.models = one.state.models.cards().keys().map(|name| shown(name)).collect();
         if report.models.is_empty()
             && let Some((answer, _)) = get(live, one, "/v1/models").await
         {
@@ -360,9 +351,10 @@ impl PairReport {
         let until = Instant::now() + core.live().setup.timeouts.request;
         let router = TowerToHyperService::new(serve::routes::router(Arc::clone(&core)));
         let began = Instant::now();
-        let answer = match router.call(request).await {
-            Ok(answer) => answer,
-            Err(never) => match never {},
+        let answer = match timeout_at(until, router.call(request)).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(never)) => match never {},
+            Err(_) => return Err("no answer in time".to_owned()),
         };
         let (parts, body) = answer.into_parts();
         let body = whole(body, WHOLE, until).await.map_err(|fault| fault.to_string())?;

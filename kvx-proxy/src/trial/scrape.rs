@@ -111,13 +111,19 @@ fn increased(now: &BTreeMap<String, f64>, before: &BTreeMap<String, f64>) -> Vec
     grown.map(|(label, _)| label.clone()).collect()
 }
 
-/// Returns the value of a label. A value with escaped characters, or a long one, is ignored.
+/// Returns whether a character is not shown as it stands.
+fn is_special(character: char) -> bool {
+    character == '\\' || character.is_control()
+}
+
+/// Returns the value of a label. A value with escaped or control characters, or a long one, is
+/// ignored.
 fn label<'a>(labels: &'a str, name: &str) -> Option<&'a str> {
     let mut rest = labels;
     while let Some((key, after)) = rest.split_once("=\"") {
         let (value, next) = after.split_once('"')?;
         if key.trim_start_matches([',', ' ']) == name {
-            return (value.len() <= LONGEST_LABEL && !value.contains('\\')).then_some(value);
+            return (value.len() <= LONGEST_LABEL && !value.contains(is_special)).then_some(value);
         }
         rest = next;
     }
@@ -172,6 +178,7 @@ mod tests {
             "vllm:nixl_bytes_transferred_sum -5",
             "kvx_bytes_total{backend=\"",
             "kvx_bytes_total{backend=\"a\\\"b\"} 5",
+            "kvx_bytes_total{backend=\"\u{1b}[2J\"} 5",
             &format!("kvx_bytes_total{{backend=\"{long}\"}} 5"),
         ] {
             assert_eq!(Counters::parse(text), Counters::default(), "{text}");

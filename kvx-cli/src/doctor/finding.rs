@@ -112,7 +112,7 @@ impl Tally {
 /// The most columns of a line.
 pub(super) const WIDTH: usize = 100;
 /// The columns before a text.
-const INDENT: &str = "         ";
+const INDENT: usize = 9;
 
 /// Writes findings, serious ones first.
 pub(super) fn show(findings: &[Finding], out: &mut dyn Write) -> std::io::Result<()> {
@@ -120,22 +120,18 @@ pub(super) fn show(findings: &[Finding], out: &mut dyn Write) -> std::io::Result
     sorted.sort_by_key(|finding| finding.level);
     for finding in sorted {
         let head = format!("{}: {}", finding.topic, finding.what);
-        let lines = [
-            Some(head),
-            finding.why.as_ref().map(|why| format!("why: {why}")),
-            finding.cure.as_ref().map(|cure| format!("do:  {cure}")),
-        ];
+        let parts =
+            [("", Some(&head)), ("why: ", finding.why.as_ref()), ("do:  ", finding.cure.as_ref())];
         let mut label = finding.level.word();
-        for line in lines.iter().flatten() {
-            let hanging =
-                if line.starts_with("do:  ") || line.starts_with("why: ") { 5 } else { 0 };
-            let (mark, text) = line.split_at(hanging);
-            for (at, part) in
-                wrap(words(text), WIDTH - INDENT.len() - hanging, "").iter().enumerate()
-            {
-                let mark = if at == 0 { mark } else { &"     "[..hanging] };
-                writeln!(out, "{label:<7}  {mark}{part}")?;
-                label = "";
+        for (mark, text) in parts {
+            let Some(text) = text else { continue };
+            let hanging = " ".repeat(mark.len());
+            let mut lines = wrap(words(text), WIDTH - INDENT - mark.len(), "").into_iter();
+            let first = lines.next().unwrap_or_default();
+            writeln!(out, "{label:<7}  {mark}{first}")?;
+            label = "";
+            for line in lines {
+                writeln!(out, "{label:<7}  {hanging}{line}")?;
             }
         }
     }

@@ -5,12 +5,12 @@ use std::collections::BTreeSet;
 use kvx_proxy::{FleetTrial, InstanceReport, PairOutcome, PairReport, Role};
 
 use super::super::finding::Finding;
-use super::matrix::rate;
+use super::address::{host, is_loopback, name};
+use super::comparisons::{differences, routes};
+use super::cures;
 
 /// Clocks of one fleet should agree to this many seconds; an answer tells about one.
 const CLOCKS: f64 = 5.0;
-/// A pair is slow if it has less than this part of the median rate.
-const SLOW: f64 = 1.0 / 3.0;
 
 /// Returns the findings about a fleet.
 pub(super) fn findings(trial: &FleetTrial) -> Vec<Finding> {
@@ -44,10 +44,6 @@ pub(super) fn findings(trial: &FleetTrial) -> Vec<Finding> {
     found
 }
 
-fn name(one: &InstanceReport) -> String {
-    format!("{} {}", one.role.as_str(), one.name)
-}
-
 fn instance(one: &InstanceReport) -> Vec<Finding> {
     let mut found = Vec::new();
     if let Some(fault) = &one.fault {
@@ -76,16 +72,6 @@ fn instance(one: &InstanceReport) -> Vec<Finding> {
         );
     }
     found
-}
-
-/// Returns the host of `HOST:PORT` or `[HOST]:PORT`.
-fn host(address: &str) -> &str {
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    host.trim_start_matches('[').trim_end_matches(']')
-}
-
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse().is_ok_and(|address: std::net::IpAddr| address.is_loopback())
 }
 
 /// Judges the side channels that prefill instances name, once for each instance.
@@ -157,7 +143,7 @@ fn outcome(pair: &PairReport, trial: &FleetTrial) -> Option<Finding> {
         PairOutcome::Failed => Some(
             Finding::problem(topic, format!("{both} fails: {why}"))
                 .because("each request that takes this way fails, or is tried again elsewhere")
-                .cure(cure_of(pair, trial)),
+                .cure(cures::of(pair, trial)),
         ),
         PairOutcome::Computed => Some(computed(pair, &both, trial)),
         PairOutcome::Unknown => Some(
@@ -213,7 +199,7 @@ fn computed(pair: &PairReport, both: &str, trial: &FleetTrial) -> Finding {
              give both the same KVX_SECRET_FILE",
         );
     }
-    match known_cure(pair, trial) {
+    match cures::known(pair, trial) {
         Some(cure) => finding.cure(cure),
         None => finding.cure(
             "look for `its load has failed`, `kv_transfer_params` or `NIXL` in the decode's log. \
@@ -221,235 +207,6 @@ fn computed(pair: &PairReport, both: &str, trial: &FleetTrial) -> Finding {
              secret",
         ),
     }
-}
-
-/// Returns what to do about a cause that the instances' counters and settings tell.
-fn known_cure(pair: &PairReport, trial: &FleetTrial) -> Option<String> {
-    let has = |kinds: &[&str]| pair.failures.iter().any(|kind| kinds.contains(&&**kind));
-    let side_channel = pair.side_channel.as_deref().unwrap_or("the side channel");
-    if has(&["authentication"]) {
-        return Some(
-            "the secrets of the two differ, or one has none: give both the same KVX_SECRET_FILE \
-             (`kvx secret FILE` makes one)"
-                .to_owned(),
-        );
-    }
-    if has(&["peer_lost", "timed_out", "malformed", "native"]) {
-        return Some(format!(
-            "the decode does not reach {side_channel}: open that port to it, or set the prefill's \
-             VLLM_NIXL_SIDE_CHANNEL_HOST to an address that the decode reaches"
-        ));
-    }
-    if has(&["no_route"]) {
-        return Some(
-            "the decode reaches the prefill's side channel, and not its agent: open its ports \
-             (`tcp.ports` or KVX_TCP_PORTS), set its `tcp.bind` to an address that the decode \
-             reaches, or name a backend that both have in `backends`; the decode's log says which"
-                .to_owned(),
-        );
-    }
-    if has(&["peer_restarted"]) {
-        return Some(format!(
-            "another engine answers at {side_channel}: two engines share this address, or the \
-             prefill has restarted meanwhile. Give each engine its own \
-             VLLM_NIXL_SIDE_CHANNEL_HOST and VLLM_NIXL_SIDE_CHANNEL_PORT"
-        ));
-    }
-    let size = |name: &str, role| {
-        let one = trial.instances.iter().find(|one| one.name == name && one.role == role);
-        one.and_then(|one| one.block_size)
-    };
-    let sizes = (size(&pair.prefill, Role::Prefill), size(&pair.decode, Role::Decode));
-    if let (Some(ours), Some(theirs)) = sizes
-        && ours != theirs
-    {
-        return Some(format!(
-            "start both with one `--block-size`: the prefill has {ours}, the decode {theirs}"
-        ));
-    }
-    has(&["incompatible"]).then(|| {
-        format!(
-            "the engine at {side_channel} does not fit the decode: another model, version, type or \
-             layout. `kvx probe {side_channel} --api http://{} -- ARGS`, with the decode's \
-             arguments, names the difference",
-            pair.prefill
-        )
-    })
-}
-
-/// Returns what to do about a pair that fails.
-fn cure_of(pair: &PairReport, trial: &FleetTrial) -> String {
-    known_cure(pair, trial).unwrap_or_else(|| cure(pair.why.as_deref().unwrap_or_default()))
-}
-
-/// Returns what to do about an error that an instance gave.
-fn cure(why: &str) -> String {
-    let has = |needle: &str| why.contains(needle);
-    let known = [
-        (
-            has("signature") || has("secret"),
-            "give all engines of the fleet the same KVX_SECRET_FILE (`kvx secret FILE` makes one)",
-        ),
-        (
-            has("hash mismatch") || has("kv_compat"),
-            "give both engines the same model name, vLLM version and --dtype; `kvx probe` names \
-                 the difference",
-        ),
-        (
-            has("block size") || has("block_size") || has("blocks of"),
-            "start both engines with one `--block-size`",
-        ),
-        (
-            has("engine id mismatch") || has("another engine"),
-            "the prefill was restarted, or two engines share one side channel: give each its own \
-                 VLLM_NIXL_SIDE_CHANNEL_PORT and host, then try again",
-        ),
-        (
-            has("no backend serves"),
-            "name a backend that both have in `backends`; `kvx doctor` on both hosts shows what \
-                 works there",
-        ),
-        (
-            has("no connection") || has("nobody listens") || has("handshake") || has("connect"),
-            "the decode's host must reach the address that the message names: open that port, or \
-                 set the prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and KVX_TCP_BIND to its address",
-        ),
-        (
-            has("in time") || has("silent"),
-            "look whether that instance hangs, or a firewall drops packets to the port that the \
-                 decode's log names",
-        ),
-    ];
-    let found = known.iter().find(|(is_it, _)| *is_it).map(|(_, cure)| *cure);
-    found
-        .unwrap_or(
-            "the logs of both instances have more; docs/operations/troubleshooting.md \
-         lists the messages",
-        )
-        .to_owned()
-}
-
-/// Reports what the instances of a pool should have in common.
-fn differences(trial: &FleetTrial) -> Vec<Finding> {
-    let mut found = Vec::new();
-    // Some engines convert what differs.
-    let works = trial.pairs.iter().all(|pair| pair.outcome == PairOutcome::Moved);
-    let finding = if works { Finding::note } else { Finding::problem };
-    let pools: BTreeSet<&str> = trial.instances.iter().map(|one| &*one.pool).collect();
-    for pool in pools {
-        let up: Vec<_> =
-            trial.instances.iter().filter(|one| one.pool == pool && one.fault.is_none()).collect();
-        let values = |value: &dyn Fn(&InstanceReport) -> Option<String>| {
-            let mut said: Vec<(String, Vec<String>)> = Vec::new();
-            for one in &up {
-                let Some(value) = value(one) else { continue };
-                match said.iter_mut().find(|(known, _)| *known == value) {
-                    Some((_, names)) => names.push(name(one)),
-                    None => said.push((value, vec![name(one)])),
-                }
-            }
-            let lines =
-                said.iter().map(|(value, names)| format!("{value} at {}", names.join(", ")));
-            (said.len() > 1).then(|| lines.collect::<Vec<_>>().join("; "))
-        };
-        if let Some(sizes) = values(&|one| one.block_size.map(|size| size.to_string())) {
-            found.push(
-                finding("block size", format!("it differs: {sizes}"))
-                    .because(
-                        "blocks of one size do not fit the other: transfers are refused, or \
-                         cost a copy",
-                    )
-                    .cure("start all engines of a pool with one `--block-size`"),
-            );
-        }
-        if let Some(types) = values(&|one| one.cache_type.clone()) {
-            found.push(
-                finding("cache type", format!("it differs: {types}"))
-                    .because("a decode would read the numbers of another type")
-                    .cure("start all engines of a pool with one `--kv-cache-dtype`"),
-            );
-        }
-        // kvx's own servers speak the protocols of many versions of vLLM.
-        let of_vllm = |version: &String| !version.starts_with("kvx-");
-        if let Some(versions) = values(&|one| one.version.clone().filter(of_vllm)) {
-            found.push(
-                Finding::warning("version", format!("it differs: {versions}"))
-                    .because("engines of different versions may refuse each other's handshake")
-                    .cure("run one version, but for a rolling upgrade"),
-            );
-        }
-        for role in [Role::Prefill, Role::Decode] {
-            let models = |of: Role| -> BTreeSet<&String> {
-                up.iter().filter(|one| one.role == of).flat_map(|one| &one.models).collect()
-            };
-            let other = if role == Role::Prefill { Role::Decode } else { Role::Prefill };
-            let (ours, theirs) = (models(role), models(other));
-            let only: Vec<&str> = ours.difference(&theirs).map(|name| name.as_str()).collect();
-            if !only.is_empty() && !theirs.is_empty() {
-                found.push(
-                    Finding::warning(
-                        "models",
-                        format!("only {} instances serve {}", role.as_str(), only.join(", ")),
-                    )
-                    .because("requests for it are not disaggregated, or refused")
-                    .cure("give both roles the same `--served-model-name`"),
-                );
-            }
-        }
-    }
-    found
-}
-
-/// Reports routes that are slower than they could be.
-fn routes(trial: &FleetTrial) -> Vec<Finding> {
-    let mut found = Vec::new();
-    for pair in &trial.pairs {
-        let Some(moved) = &pair.transfer else { continue };
-        if host(&pair.prefill) == host(&pair.decode) && moved.backends == ["TCP"] {
-            found.push(
-                Finding::warning(
-                    "route",
-                    format!(
-                        "prefill {} and decode {} are one host, and use TCP",
-                        pair.prefill, pair.decode
-                    ),
-                )
-                .because("shared memory is several times faster")
-                .cure(
-                    "the decode's log says why in the line `TCP: chosen`: most often separate \
-                     network namespaces, another user, or ptrace scope; `kvx doctor` there names it",
-                ),
-            );
-        }
-    }
-    let mut rates: Vec<f64> = trial.pairs.iter().filter_map(rate).collect();
-    rates.sort_by(f64::total_cmp);
-    if rates.len() >= 3 {
-        let median = rates[rates.len() / 2];
-        for pair in &trial.pairs {
-            if let Some(rate) = rate(pair).filter(|rate| *rate < median * SLOW) {
-                found.push(
-                    Finding::warning(
-                        "speed",
-                        format!(
-                            "prefill {} with decode {}: {:.2} GB/s, where the median of the \
-                                 pairs is {:.2}",
-                            pair.prefill,
-                            pair.decode,
-                            rate / 1e9,
-                            median / 1e9
-                        ),
-                    )
-                    .because("one slow link delays each request that takes it")
-                    .cure(
-                        "compare the routes in the decodes' logs (`reaches ... by`), and MTU \
-                         and speed of the interfaces: `kvx doctor` on both hosts",
-                    ),
-                );
-            }
-        }
-    }
-    found
 }
 
 #[cfg(test)]

@@ -123,3 +123,41 @@ pub(super) fn rate(pair: &PairReport) -> Option<f64> {
     let moved = pair.transfer.as_ref().filter(|moved| moved.bytes >= LEAST)?;
     Some(moved.bytes as f64 / moved.seconds.filter(|seconds| *seconds > 0.0)?)
 }
+
+#[cfg(test)]
+mod tests {
+    use kvx_proxy::Transfer;
+
+    use super::*;
+
+    /// Returns the pairs of one prefill instance with these outcomes.
+    fn trial(outcomes: &[PairOutcome]) -> FleetTrial {
+        let mut trial = FleetTrial::default();
+        for (at, outcome) in outcomes.iter().enumerate() {
+            let mut pair = PairReport::default();
+            (pair.prefill, pair.decode) = ("p:1".to_owned(), format!("decode-{at}.example:8200"));
+            pair.outcome = *outcome;
+            let mut moved = Transfer::default();
+            (moved.bytes, moved.seconds) = (64 << 20, Some(0.01));
+            moved.backends = vec!["TCP".to_owned()];
+            pair.transfer = (*outcome == PairOutcome::Moved).then_some(moved);
+            trial.pairs.push(pair);
+        }
+        trial
+    }
+
+    #[test]
+    fn few_pairs_are_described_and_many_are_characters() {
+        use PairOutcome::{Computed, Failed, Moved, Unknown, Untried};
+        let few = text(&trial(&[Moved, Computed]));
+        assert_eq!(
+            few,
+            "              decode decode-0.example:8200  decode decode-1.example:8200\n\
+             prefill p:1   64 MiB, 6.71 GB/s, TCP        NO BLOCK MOVES\n"
+        );
+        let many = text(&trial(&[Moved, Computed, Failed, Unknown, Untried]));
+        let row = many.lines().find(|line| line.starts_with("prefill")).unwrap();
+        assert_eq!(row, "prefill p:1   + o X ? -");
+        assert!(many.contains("| | decode decode-2.example:8200\n"), "{many}");
+    }
+}

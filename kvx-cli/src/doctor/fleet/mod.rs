@@ -1,5 +1,8 @@
 //! Examines a fleet, pair by pair.
 
+mod address;
+mod comparisons;
+mod cures;
 mod judge;
 mod matrix;
 

@@ -67,7 +67,7 @@ enum Command {
     /// cost of transfers, and the error that a client gets when its prefill is killed.
     Demo(demo::Arguments),
     /// Examine this host, and with `--fleet` whether blocks really move through each pair of a fleet:
-    /// what is wrong, why it matters, and what to type.
+    /// list problems with reasons and commands.
     Doctor(Box<doctor::Arguments>),
     /// Measure the cost of moving blocks, next to a limit that moves the same blocks without kvx.
     Bench(Box<bench::Arguments>),

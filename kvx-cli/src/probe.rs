@@ -227,7 +227,7 @@ impl ProbeVerdict {
             return Ok(());
         }
         let mut said = format!("compatibility hash {ours} here, {} there; ", looked.hash);
-        // What differs besides the release, which is known.
+        // Find differences other than the release, which is known.
         let mut factors = engine.factors.clone();
         if let Some(Release::Vllm(release, version)) = release
             && let Some(cure) = adopt(&mut factors, release, *version)

@@ -24,7 +24,7 @@ impl Progress {
         Progress { started: Instant::now(), state: State { style, steps, done: 0, expected } }
     }
 
-    /// Shows what is being done, without counting a step.
+    /// Shows the name of the current step, without counting it.
     pub(crate) fn show(&mut self, what: &str) {
         if let Some(text) = self.state.text(self.started.elapsed(), what) {
             let mut stderr = std::io::stderr().lock();
@@ -33,7 +33,7 @@ impl Progress {
         }
     }
 
-    /// Counts a completed step of what is being done.
+    /// Counts a completed step, and shows its name.
     pub(crate) fn step(&mut self, what: &str) {
         self.state.done += 1;
         self.show(what);

@@ -45,7 +45,7 @@ pub(crate) struct CompareArguments {
     json: bool,
 }
 
-/// What makes two points comparable.
+/// The properties that two points must share to be compared.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 struct PointKey {
     backend: String,

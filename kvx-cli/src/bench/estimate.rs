@@ -19,7 +19,7 @@ const START: f64 = 0.5;
 /// more than once, and both sides share the memory.
 const COPIES: f64 = 3.0;
 
-/// What this machine does, in bytes per second.
+/// The speeds of this machine, in bytes per second.
 #[derive(Clone, Copy, Debug)]
 struct Speeds {
     /// One thread copies.

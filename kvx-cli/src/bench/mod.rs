@@ -131,7 +131,7 @@ fn points(
         },
     );
     output.explain()?;
-    // Also of a run that failed: what was measured until then.
+    // A run that failed has a report of the points before its failure.
     reports.write(&all, versions)?;
     measured
 }

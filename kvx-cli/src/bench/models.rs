@@ -13,7 +13,7 @@ pub(crate) struct Model {
     pub(crate) source: &'static str,
 }
 
-/// What a layer keeps for a token.
+/// The cache of a layer for one token.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Kv {
     /// Keys and values of so many heads of this size.

@@ -255,7 +255,7 @@ fn plot(figures: &[Figures], op: BenchOp, bandwidth: bool) -> Plot {
     let of_op = || figures.iter().filter(|one| one.op == op);
     let sizes = distinct(of_op().map(|one| one.block));
     let counts = distinct(of_op().map(|one| one.count.into()));
-    // The axis has what has more values; each value of the other has a panel.
+    // Of sizes and counts, those with more values are the axis; each of the others has a panel.
     let by_count = counts.len() >= sizes.len() && counts.len() > 1;
     let (along, panels) = if by_count { (&counts, &sizes) } else { (&sizes, &counts) };
     let x_of = |one: &Figures| if by_count { one.count.into() } else { one.block };

@@ -63,7 +63,7 @@ impl Read {
 struct Series {
     backend: &'static str,
     runs: std::result::Result<Vec<Told>, String>,
-    /// The way of the bytes, in the words of the backend's log.
+    /// The route of the bytes, as the backend's log names it.
     route: Option<String>,
 }
 

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 /// A plot: panels side by side, which share their axes and their series.
 pub(crate) struct Plot {
     pub(crate) title: String,
-    /// What a reader who cannot see the plot should know.
+    /// The description for readers who cannot see the plot.
     pub(crate) description: String,
     pub(crate) x: Axis,
     pub(crate) y: Axis,

@@ -145,7 +145,7 @@ fn two_runs_are_compared_point_by_point() {
     let folder = Folder::new("compare");
     let point = ["--backend", "SHM", "--op", "read", "--block", "4K,64K", "--count", "8"];
     let mut first = lines(&measured(&[&point[..], &["--rounds", "11"]].concat()));
-    // The machine may be noisy: what is compared has known rates.
+    // The machine may be noisy, so the compared runs have known rates.
     for line in &mut first {
         line["round_gbps"] = (0..11).map(|round| 2.0 + 0.01 * f64::from(round)).collect();
     }

@@ -126,8 +126,9 @@ impl AnswerResources {
         let redacted =
             sse::with_data(events, |data| redaction.event(&String::from_utf8_lossy(data)));
         if redacted != events {
-            let said = String::from_utf8_lossy(events);
-            record.hid(self.decode.instance.name(), &said, all.has_failed());
+            // The events may have text of the answer too.
+            let said = self.error.as_deref().unwrap_or("an error event of another form");
+            record.hid(self.decode.instance.name(), said, all.has_failed());
         }
         redacted
     }

@@ -9,6 +9,7 @@ use tracing::{Span, field};
 
 use super::core::Core;
 use crate::fleet::instance::Instance;
+use crate::log::shown;
 use crate::metrics::RequestOutcome;
 use crate::recording::writer::{RecordedPrompt, RecordedRequest};
 use crate::request::{CompletionRequest, headers};
@@ -250,9 +251,9 @@ impl Record {
     /// Logs what an instance said, of which the client gets only a part. The last errors have it
     /// already if the instance `is_blamed` for it.
     pub(crate) fn hid(&mut self, instance: &str, said: &str, is_blamed: bool) {
-        let said = cut(said.trim());
+        let said = shown(cut(said.trim()));
         if !is_blamed {
-            self.core.errors.add(instance, said);
+            self.core.errors.add(instance, &said);
         }
         self.why = Some(format!("instance {instance} said: {said}"));
     }

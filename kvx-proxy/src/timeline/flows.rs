@@ -57,20 +57,19 @@ struct Times {
 }
 
 impl Traffic {
-    /// Counts the legs of these requests.
+    /// Counts the legs of the completions among these requests.
     pub(crate) fn of(requests: &[Arc<Timeline>]) -> Self {
         let mut pairs: BTreeMap<(Option<Arc<str>>, Arc<str>), Times> = BTreeMap::new();
         let mut instances: BTreeMap<LegKey, Times> = BTreeMap::new();
-        for request in requests {
+        for request in requests.iter().filter(|request| request.is_completion()) {
             let legs = request.legs.list();
             for leg in &legs {
                 let times =
                     instances.entry((leg.role.as_str(), Arc::clone(&leg.instance))).or_default();
                 times.all += 1;
-                match leg.failed {
-                    true => times.failed += 1,
-                    false => times.times.extend(leg.answer_time()),
-                }
+                times.failed += usize::from(leg.failed);
+                // A rejection or a cancelled request takes less time than an answer.
+                times.times.extend(leg.answer_time().filter(|_| leg.outcome == "ok"));
             }
             // Earlier legs are attempts that another instance replaced.
             let last = |role: Role| legs.iter().rev().find(|leg: &&Leg| leg.role == role);
@@ -79,7 +78,7 @@ impl Traffic {
             let times = pairs.entry((prefill, Arc::clone(&decode.instance))).or_default();
             times.all += 1;
             times.failed += usize::from(request.outcome.is_failure());
-            times.times.extend(request.first_byte);
+            times.times.extend(request.first_byte.filter(|_| request.status < 400));
         }
         let flow = |((prefill, decode), mut times): ((Option<Arc<str>>, Arc<str>), Times)| Flow {
             prefill: prefill.map(|name| name.to_string()),

@@ -65,10 +65,14 @@ impl Timeline {
         self.total.saturating_sub(self.first_byte?).checked_div(gaps)
     }
 
+    /// Returns whether the request is a completion that was sent to instances. Others, for embeddings
+    /// or tokens, have other times.
+    fn is_completion(&self) -> bool {
+        !matches!(self.route, None | Some(("passed", _)))
+    }
+
     fn observation(&self) -> Observation {
-        // Requests that are passed on, for embeddings or tokens, have other times.
-        let is_completion = !matches!(self.route, None | Some(("passed", _)));
-        let answered = is_completion && self.status < 400;
+        let answered = self.is_completion() && self.status < 400;
         Observation {
             is_failure: self.outcome.is_failure(),
             is_of_client: !self.outcome.is_failure() && self.outcome != RequestOutcome::Ok,

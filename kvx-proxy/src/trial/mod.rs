@@ -185,9 +185,8 @@ pub async fn try_fleet(
     for (tried, (prefill, decode)) in pairs.iter().enumerate() {
         progress(tried, pairs.len());
         let mut report = PairReport::new(&live, prefill, decode);
-        match Instant::now() < until {
-            true => report.attempt(&live, prefill, decode).await,
-            false => report.why = Some("the time limit had passed".to_owned()),
+        if timeout_at(until, report.attempt(&live, prefill, decode)).await.is_err() {
+            report.why = Some("the time limit has passed".to_owned());
         }
         trial.pairs.push(report);
     }
@@ -393,7 +392,7 @@ impl PairReport {
         Ok(())
     }
 
-    /// Finds out whether blocks moved. The counters of a prefill count too: some connectors write.
+    /// Finds out whether blocks moved. Of connectors that write, the prefill instance has the numbers.
     async fn judge(
         &mut self,
         live: &LiveSetup,
@@ -414,7 +413,9 @@ impl PairReport {
             self.failures.clone_from(&loaded.failures);
             // A prefill instance that is a decode instance too counts other transfers.
             let moved = if loaded.bytes > 0 { &loaded } else { &sent };
-            if loaded.loaded_tokens > 0 || loaded.bytes > 0 {
+            let is_late = Instant::now() >= until;
+            // The number of tokens may be counted before that of bytes.
+            if loaded.bytes > 0 || loaded.loaded_tokens > 0 && (moved.bytes > 0 || is_late) {
                 self.outcome = PairOutcome::Moved;
                 self.transfer = Some(Transfer {
                     bytes: moved.bytes,
@@ -424,7 +425,7 @@ impl PairReport {
                 });
                 return;
             }
-            if Instant::now() >= until || self.refused {
+            if is_late || self.refused {
                 self.outcome = PairOutcome::Computed;
                 return;
             }

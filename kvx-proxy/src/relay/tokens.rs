@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use hyper::Method;
-use hyper::header::{AUTHORIZATION, HeaderMap};
+use hyper::header::HeaderMap;
 use hyper::http::uri::PathAndQuery;
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -139,11 +139,6 @@ fn remember(live: &LiveSetup, asked: &mut CompletionRequest, ids: Vec<u32>) {
     }
     asked.prompt_tokens = tokens.count();
     asked.prompt.tokens = Some(Arc::new(tokens));
-}
-
-/// Returns the headers of a question that no client's request causes.
-pub(crate) fn headers(live: &LiveSetup) -> HeaderMap {
-    live.key_for_instances.iter().map(|key| (AUTHORIZATION, key.clone())).collect()
 }
 
 enum TokenSource {

@@ -40,7 +40,7 @@ async fn explained(core: &Core, request: Request<Body>) -> Result<Response<Body>
     let (asked, _permit) = parsed
         .map_err(|error| ApiError::unavailable(format!("the body was not parsed: {error}")))?;
     let mut asked = asked.map_err(ApiError::bad_request)?;
-    let headers = tokens::headers(&live);
+    let headers = live.headers_for_instances();
     tokens::find(core, &live, &headers, &mut asked).await;
     let explanation = explanation(core, &live, &asked);
     let value = serde_json::to_value(&explanation)

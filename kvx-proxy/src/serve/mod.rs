@@ -64,6 +64,8 @@ pub struct Proxy {
 #[derive(Clone, Debug)]
 pub struct Handle {
     core: Arc<Core>,
+    /// The configuration at the start: some of its keys never change.
+    started_with: Arc<Setup>,
     drain: Arc<Notify>,
     tls: Tls,
 }
@@ -145,7 +147,7 @@ impl Handle {
                 ));
             }
             next.set(acceptor);
-            let fixed = self.core.live().setup.fixed_differences(&setup);
+            let fixed = self.started_with.fixed_differences(&setup);
             if !fixed.is_empty() {
                 let keys = fixed.join(", ");
                 tracing::warn!("a running router does not change {keys}: restart it");
@@ -195,7 +197,8 @@ impl Proxy {
         };
         let (core, none_works) = Core::new(live, access, recorder);
         let core = Arc::new(core);
-        let handle = Handle { core: Arc::clone(&core), drain: Arc::default(), tls };
+        let handle =
+            Handle { core: Arc::clone(&core), started_with: setup, drain: Arc::default(), tls };
         let discovery = Reconciler::new(Arc::clone(&core));
         Ok(Proxy { core, none_works, listener, address, handle, discovery })
     }

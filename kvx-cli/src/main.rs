@@ -13,6 +13,7 @@ mod make_model;
 #[cfg(feature = "mooncake")]
 mod mooncake_adapter;
 mod nixl;
+mod printable;
 #[cfg(feature = "connector")]
 mod probe;
 mod progress;

@@ -5,6 +5,7 @@ use std::io::Write;
 use serde::Serialize;
 
 use crate::backends::{words, wrap};
+use crate::printable::printable;
 
 /// How serious a finding is. Serious ones are shown first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -124,9 +125,9 @@ pub(super) fn show(findings: &[Finding], out: &mut dyn Write) -> std::io::Result
             [("", Some(&head)), ("why: ", finding.why.as_ref()), ("do:  ", finding.cure.as_ref())];
         let mut label = finding.level.word();
         for (mark, text) in parts {
-            let Some(text) = text else { continue };
+            let Some(text) = text.map(|text| printable(text)) else { continue };
             let hanging = " ".repeat(mark.len());
-            let mut lines = wrap(words(text), WIDTH - INDENT - mark.len(), "").into_iter();
+            let mut lines = wrap(words(&text), WIDTH - INDENT - mark.len(), "").into_iter();
             let first = lines.next().unwrap_or_default();
             writeln!(out, "{label:<7}  {mark}{first}")?;
             label = "";

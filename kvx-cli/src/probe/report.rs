@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use super::release::Release;
 use super::{Arguments, ProbeVerdict, QuestionForm};
+use crate::printable::printable;
 
 /// The most backends of a NIXL agent that are named.
 const MAX_BACKENDS: usize = 16;
@@ -32,7 +33,10 @@ pub(super) fn in_words(
     verdict: &ProbeVerdict,
 ) -> String {
     let mut text = String::new();
-    let mut line = |name: &str, value: String| text.push_str(&format!("{name:<22}{value}\n"));
+    let mut line = |name: &str, value: String| {
+        // The peer wrote much of it.
+        text.push_str(&format!("{name:<22}{}\n", printable(&value)));
+    };
     line("side channel", format!("{} answers in {:?}", arguments.address, looked.round_trip));
     line("protocol", speaks(looked).to_owned());
     if let Some(Release::Vllm(release, _)) = &form.release {

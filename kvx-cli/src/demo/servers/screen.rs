@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::Result;
+use crate::printable::printable;
 
 /// The width of generated text in characters, which only a piece without a space exceeds.
 const WIDTH: usize = 98;
@@ -155,13 +156,7 @@ impl<'a> Screen<'a> {
         if self.format == Format::Json {
             return Ok(());
         }
-        let mut shown = String::new();
-        for letter in text.chars() {
-            match letter.is_control() {
-                true => shown.extend(letter.escape_default()),
-                false => shown.push(letter),
-            }
-        }
+        let shown = printable(text);
         let mut shown = shown.as_str();
         if self.column + shown.chars().count() > WIDTH && shown.starts_with(' ') {
             let indent = self.label.chars().count() + 1;

@@ -42,7 +42,8 @@ impl Progress {
     /// Clears the line for other output. The next step draws the bar again.
     pub(crate) fn clear(&self) {
         if matches!(self.state.style, Style::Bar) {
-            eprint!("\r\x1b[K");
+            // Progress that cannot be cleared is not worth a failure.
+            let _ = std::io::stderr().write_all(b"\r\x1b[K");
         }
     }
 }

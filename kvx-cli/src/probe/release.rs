@@ -105,9 +105,12 @@ fn get(url: &str) -> Result<Vec<u8>> {
 
 fn connect(target: &str, until: Instant) -> Result<TcpStream> {
     let mut last = None;
-    for address in target.to_socket_addrs()? {
-        let left = until.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        match TcpStream::connect_timeout(&address, left) {
+    let addresses: Vec<_> = target.to_socket_addrs()?.collect();
+    for (at, address) in addresses.iter().enumerate() {
+        // A host may drop packets to one of its addresses.
+        let left = until.saturating_duration_since(Instant::now());
+        let share = left / u32::try_from(addresses.len() - at).unwrap_or(u32::MAX);
+        match TcpStream::connect_timeout(address, share.max(Duration::from_millis(1))) {
             Ok(connection) => return Ok(connection),
             Err(error) => last = Some(error),
         }

@@ -1,7 +1,8 @@
 //! `kvx bench compare`: the points of two runs, before and after a change or on two machines.
 //!
-//! The interval of a row is a percentile bootstrap of the ratio of medians over both files' rounds.
-//! Its resamples depend on a fixed seed, so that the same files give the same verdicts.
+//! The interval of a row is a percentile bootstrap of the ratio of medians over both files' rounds. A
+//! file with several runs is resampled by runs first: rounds of one run have more in common. Its
+//! resamples depend on a fixed seed, so that the same files give the same verdicts.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::machine::Machine;
 use super::points::{Backing, BenchOp, Pattern, Random, Wait, name};
 use super::rounds::{median, quantile, round, significant};
+use crate::printable::printable;
 use crate::{Result, bytes};
 
 /// The fewest rounds of a side with which an interval of 95 % exists: with n rounds, the median
@@ -25,6 +27,11 @@ const SEED: u64 = 1;
 const LONGEST_LINE: u64 = 1 << 20;
 /// The most points of a file.
 const MOST_POINTS: usize = 100_000;
+/// The most rounds of a point, and machines of a file.
+const MOST_ROUNDS: usize = 10_000;
+const MOST_MACHINES: usize = 100;
+/// The rates that a machine may have, GB/s.
+const RATES: std::ops::RangeInclusive<f64> = 1e-9..=1e9;
 
 /// The arguments of `kvx bench compare`.
 #[derive(Args)]
@@ -37,7 +44,7 @@ pub(crate) struct CompareArguments {
     #[arg(value_name = "B.json")]
     second: PathBuf,
     /// Exit with 1 if B is slower than A by more than this at any point, and the interval shows
-    /// that it is slower.
+    /// that it is slower, or if B lacks a point of A.
     #[arg(long, value_name = "PERCENT")]
     fail_if_slower: Option<f64>,
     /// Print JSON lines instead of a table.
@@ -72,8 +79,8 @@ struct MeasuredPoint {
 /// The runs of a file.
 #[derive(Debug, Default)]
 struct Runs {
-    /// The rounds of each point, GB/s.
-    points: BTreeMap<PointKey, Vec<f64>>,
+    /// The rounds of each run of each point, GB/s.
+    points: BTreeMap<PointKey, Vec<Vec<f64>>>,
     machines: Vec<Machine>,
 }
 
@@ -108,7 +115,10 @@ struct ComparedPoint {
     /// Medians, 1e9 bytes per second.
     a_gbps: Option<f64>,
     b_gbps: Option<f64>,
-    /// B's median divided by A's, with the ends of its interval.
+    /// B's median divided by A's.
+    #[serde(skip)]
+    exact: Option<f64>,
+    /// The same, rounded, with the ends of its interval.
     ratio: Option<f64>,
     ratio_low: Option<f64>,
     ratio_high: Option<f64>,
@@ -139,10 +149,12 @@ pub(crate) fn run(arguments: &CompareArguments, out: &mut dyn Write) -> Result<(
     out.flush()?;
     let Some(percent) = arguments.fail_if_slower else { return Ok(()) };
     let failed = rows.iter().filter(|row| {
-        row.verdict == Verdict::Slower && row.ratio.is_some_and(|r| r < 1.0 - percent / 100.0)
+        row.verdict == Verdict::Slower && row.exact.is_some_and(|r| r < 1.0 - percent / 100.0)
     });
+    let lost = rows.iter().filter(|row| row.verdict == Verdict::OnlyInA).count();
     match failed.count() {
-        0 => Ok(()),
+        0 if lost == 0 => Ok(()),
+        0 => Err(format!("{lost} of A's points are not in B, so that they may be slower").into()),
         1 => Err(format!("1 point is slower by more than {percent} %").into()),
         count => Err(format!("{count} points are slower by more than {percent} %").into()),
     }
@@ -181,26 +193,37 @@ fn runs(mut lines: impl std::io::BufRead) -> Result<Runs> {
         }
         let point: MeasuredPoint = serde_json::from_value(value).map_err(|error| wrong(&error))?;
         let rounds = &point.round_gbps;
-        if !rounds.iter().all(|rate| rate.is_finite() && *rate > 0.0) {
-            return Err(wrong(&"a rate in round_gbps is not above 0").into());
+        if !rounds.iter().all(|rate| RATES.contains(rate)) {
+            let (low, high) = (RATES.start(), RATES.end());
+            return Err(wrong(&format!(
+                "a rate in round_gbps is not between {low:e} and {high:e}"
+            ))
+            .into());
         }
         if !point.verified {
             return Err(wrong(&"wrong bytes arrived at this point, which has no speed").into());
         }
-        runs.points.entry(point.key).or_default().extend(rounds);
+        let known = runs.points.entry(point.key).or_default();
+        known.extend((!rounds.is_empty()).then(|| rounds.clone()));
+        if count(known) > MOST_ROUNDS {
+            return Err(wrong(&format!("more than {MOST_ROUNDS} rounds of one point")).into());
+        }
         if runs.points.len() > MOST_POINTS {
             return Err(wrong(&format!("more than {MOST_POINTS} points")).into());
         }
         if !runs.machines.contains(&point.machine) {
             runs.machines.push(point.machine);
         }
+        if runs.machines.len() > MOST_MACHINES {
+            return Err(wrong(&format!("more than {MOST_MACHINES} machines")).into());
+        }
     }
     if runs.points.is_empty() {
         return Err("it has no points".into());
     }
-    let few = runs.points.iter().find(|(_, rounds)| rounds.len() < LEAST_ROUNDS);
+    let few = runs.points.iter().find(|(_, rounds)| count(rounds) < LEAST_ROUNDS);
     if let Some((PointKey { backend, op, block, count, .. }, rounds)) = few {
-        let (op, block, rounds) = (name(*op), bytes::show(*block), rounds.len());
+        let (op, block, rounds) = (name(*op), bytes::show(*block), self::count(rounds));
         return Err(format!(
             "{backend} {op} {block} x{count} has {rounds} rounds (round_gbps), and an interval needs \
              {LEAST_ROUNDS}"
@@ -210,14 +233,18 @@ fn runs(mut lines: impl std::io::BufRead) -> Result<Runs> {
     Ok(runs)
 }
 
+/// Returns the number of rounds of all runs.
+fn count(runs: &[Vec<f64>]) -> usize {
+    runs.iter().map(Vec::len).sum()
+}
+
 fn compared(a: &Runs, b: &Runs) -> Vec<ComparedPoint> {
     let only_b = b.points.keys().filter(|key| !a.points.contains_key(key));
     let keys = a.points.keys().chain(only_b);
     keys.map(|key| {
         let (a, b) = (a.points.get(key), b.points.get(key));
-        let rate = |rounds: Option<&Vec<f64>>| {
-            rounds
-                .and_then(|rounds| median(rounds.iter().copied()))
+        let rate = |runs: Option<&Vec<Vec<f64>>>| {
+            runs.and_then(|runs| median(runs.iter().flatten().copied()))
                 .map(|rate| significant(rate, 5))
         };
         let ratio = a.zip(b).and_then(|(a, b)| RatioOfMedians::of(a, b));
@@ -234,12 +261,13 @@ fn compared(a: &Runs, b: &Runs) -> Vec<ComparedPoint> {
             key: key.clone(),
             a_gbps: rate(a),
             b_gbps: rate(b),
+            exact: ratio.as_ref().map(|ratio| ratio.median),
             ratio: part(|ratio| ratio.median),
             ratio_low: part(|ratio| ratio.low),
             ratio_high: part(|ratio| ratio.high),
             verdict,
-            a_rounds: a.map_or(0, Vec::len),
-            b_rounds: b.map_or(0, Vec::len),
+            a_rounds: a.map_or(0, |runs| count(runs)),
+            b_rounds: b.map_or(0, |runs| count(runs)),
         }
     })
     .collect()
@@ -254,18 +282,25 @@ struct RatioOfMedians {
 }
 
 impl RatioOfMedians {
-    fn of(a: &[f64], b: &[f64]) -> Option<Self> {
+    fn of(a: &[Vec<f64>], b: &[Vec<f64>]) -> Option<Self> {
         let mut random = Random::new(SEED);
-        let mut resampled = |values: &[f64]| {
-            let pick = |_| values[(random.next() % values.len() as u64) as usize];
-            median((0..values.len()).map(pick))
+        let mut picked = Vec::new();
+        let mut resampled = |runs: &[Vec<f64>]| {
+            picked.clear();
+            let mut below = |count: usize| (random.next() % count as u64) as usize;
+            for turn in 0..runs.len() {
+                let run = if runs.len() > 1 { &runs[below(runs.len())] } else { &runs[turn] };
+                picked.extend((0..run.len()).map(|_| run[below(run.len())]));
+            }
+            median(picked.iter().copied())
         };
         let mut ratios = Vec::with_capacity(RESAMPLES);
         for _ in 0..RESAMPLES {
             ratios.push(resampled(b)? / resampled(a)?);
         }
+        let of_all = |runs: &[Vec<f64>]| median(runs.iter().flatten().copied());
         Some(RatioOfMedians {
-            median: median(b.iter().copied())? / median(a.iter().copied())?,
+            median: of_all(b)? / of_all(a)?,
             low: quantile(ratios.iter().copied(), 0.025)?,
             high: quantile(ratios, 0.975)?,
         })
@@ -278,12 +313,17 @@ fn print(
     rows: &[ComparedPoint],
     out: &mut dyn Write,
 ) -> Result<()> {
-    let differ = a.machines != b.machines;
+    let lacks = |one: &Runs, other: &Runs| {
+        other.machines.iter().any(|machine| !one.machines.contains(machine))
+    };
+    let differ = lacks(a, b) || lacks(b, a);
     for (letter, path, runs) in [("A", &arguments.first, a), ("B", &arguments.second, b)] {
         write!(out, "{letter}: {}", path.display())?;
         for machine in &runs.machines {
-            let Machine { kvx, cpu, cores, kernel, .. } = machine;
-            write!(out, ", kvx {kvx} on {cpu}, {cores} cores, {kernel}")?;
+            let Machine { kvx, cpu, cores, memory, kernel } = machine;
+            let memory = *memory as f64 / f64::from(1 << 30);
+            let words = format!("kvx {kvx} on {cpu}, {cores} cores, {memory:.1} GiB, {kernel}");
+            write!(out, ", {}", printable(&words))?;
         }
         writeln!(out)?;
     }
@@ -314,7 +354,8 @@ fn print(
         };
         writeln!(
             out,
-            "{backend:<9} {:<5} {:>8} {count:>6} {:<9} {:<11} {:<5} {:>8} {:>8} {:>6} {interval:<16} {}",
+            "{:<9} {:<5} {:>8} {count:>6} {:<9} {:<11} {:<5} {:>8} {:>8} {:>6} {interval:<16} {}",
+            printable(backend),
             name(*op),
             bytes::show(*block),
             name(*pattern),
@@ -343,7 +384,7 @@ fn print(
          B/A: B's median of the rounds divided by A's. The interval is a bootstrap over the rounds;\n\
          a difference is shown if 1 lies outside. Where nothing changed, about 1 point of 20 shows\n\
          one by chance. Rounds of one run do not show what differs between runs: measure A and B\n\
-         several times in turn, and append the runs to their files.",
+         five times or more in turn, and append the runs to their files.",
         rows.len(),
         counts.join(", ")
     )?;
@@ -405,18 +446,39 @@ mod tests {
         let random = &mut Random::new(3);
         let pairs = 300;
         let differs = (0..pairs).filter(|_| {
-            let ratio = RatioOfMedians::of(&rates(2.0, random), &rates(2.0, random)).unwrap();
+            let (a, b) = ([rates(2.0, random)], [rates(2.0, random)]);
+            let ratio = RatioOfMedians::of(&a, &b).unwrap();
             ratio.low > 1.0 || ratio.high < 1.0
         });
         let differs = differs.count();
         assert!((3..=pairs * 9 / 100).contains(&differs), "{differs} of {pairs}");
     }
 
+    /// Runs of one machine differ by more than their rounds do, by the place of the memory.
     #[test]
-    fn runs_in_one_file_count_as_one() {
+    fn equal_machines_with_runs_that_differ_are_not_told_apart_often() {
+        let random = &mut Random::new(5);
+        let (pairs, runs) = (40, 6);
+        let mut file = || -> Vec<Vec<f64>> {
+            let mut run = || {
+                let place = rates(2.0, random)[0]; // within 10 %
+                rates(place, random)
+            };
+            (0..runs).map(|_| run()).collect()
+        };
+        let differs = (0..pairs).filter(|_| {
+            let ratio = RatioOfMedians::of(&file(), &file()).unwrap();
+            ratio.low > 1.0 || ratio.high < 1.0
+        });
+        let differs = differs.count();
+        assert!(differs <= pairs * 20 / 100, "{differs} of {pairs}");
+    }
+
+    #[test]
+    fn runs_in_one_file_stay_apart() {
         let twice = line(8, &[1.0; 11]) + "\n{\"mode\": \"idle\"}\n" + &line(8, &[2.0; 11]);
         let runs = runs(twice.as_bytes()).unwrap();
-        assert_eq!(runs.points.values().map(Vec::len).collect::<Vec<_>>(), [22]);
+        assert_eq!(runs.points.into_values().collect::<Vec<_>>(), [[[1.0; 11], [2.0; 11]]]);
     }
 
     #[test]
@@ -430,7 +492,9 @@ mod tests {
                 line(8, &[1.0; 3]),
                 "SHM read 8 bytes x8 has 3 rounds (round_gbps), and an interval needs 6",
             ),
-            (line(8, &[0.0; 11]), "line 1: a rate in round_gbps is not above 0"),
+            (line(8, &[0.0; 11]), "line 1: a rate in round_gbps is not between 1e-9 and 1e9"),
+            (line(8, &[1e-320; 11]), "line 1: a rate in round_gbps is not between"),
+            (line(8, &[1.0; 10_001]), "line 1: more than 10000 rounds of one point"),
             (wrong_bytes, "line 1: wrong bytes arrived"),
             ("x".repeat(2 << 20), "line 1: longer than any line"),
         ] {

@@ -164,13 +164,19 @@ fn two_runs_are_compared_point_by_point() {
         assert!(DOCUMENT.contains(&format!("`{field}`")), "{field} is not documented");
     }
 
-    let table = compare(&[&a, &b, "--fail-if-slower", "25"]);
+    let lost = compare(&[&a, &b, "--fail-if-slower", "25"]);
+    assert_eq!(lost.status.code(), Some(1));
+    assert!(stderr(&lost).contains("1 of A's points are not in B"), "{}", stderr(&lost));
+    let table = compare(&[&a, &b]);
     let told = String::from_utf8_lossy(&table.stdout);
     assert!(table.status.success(), "{}", stderr(&table));
     assert!(told.contains("slower") && told.contains("only in B"), "{told}");
     let failed = compare(&[&a, &b, "--fail-if-slower", "10"]);
     assert_eq!(failed.status.code(), Some(1));
     assert_eq!(stderr(&failed), "kvx: 1 point is slower by more than 10 %\n");
+    let whole = folder.write("whole.json", &[second[0].clone(), first[1].clone()]);
+    let allowed = compare(&[&a, &whole, "--fail-if-slower", "25"]);
+    assert!(allowed.status.success(), "{}", stderr(&allowed));
     let same = compare(&[&a, &a, "--fail-if-slower", "0"]);
     assert!(same.status.success(), "{}", stderr(&same));
 }

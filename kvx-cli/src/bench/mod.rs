@@ -130,8 +130,8 @@ fn points(
             Ok(())
         },
     );
-    output.explain()?;
+    let explained = output.explain();
     // A run that failed has a report of the points before its failure.
-    reports.write(&all, versions)?;
-    measured
+    let written = reports.write(&all, points.len(), versions);
+    measured.and(explained).and(written)
 }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::figures::Figures;
 use super::machine::{date, unix_time};
 use super::points::{BenchOp, name};
-use super::rounds::median;
+use super::rounds::{median, significant};
 use crate::report::{self, Axis, Drawn, Key, Mark, Panel, Plot, ReportFile, escaped};
 use crate::{Result, bytes};
 
@@ -41,12 +41,18 @@ impl Reports {
         Ok(Reports(paths.iter().map(file).collect::<Result<_>>()?))
     }
 
-    /// Writes all reports of the figures, if there are any. `libraries` are the backends' versions.
-    pub(super) fn write(self, figures: &[Figures], libraries: &[String]) -> Result<()> {
+    /// Writes all reports of the figures, if there are any, of as many points as were `planned`.
+    /// `libraries` are the backends' versions.
+    pub(super) fn write(
+        self,
+        figures: &[Figures],
+        planned: usize,
+        libraries: &[String],
+    ) -> Result<()> {
         if figures.is_empty() {
             return Ok(());
         }
-        let about = About::new(libraries);
+        let about = About::new(libraries, planned);
         self.0.into_iter().try_for_each(|(form, file)| {
             file.write(&match form {
                 Form::Page => page(figures, &about),
@@ -61,16 +67,36 @@ struct About {
     command: String,
     date: String,
     libraries: String,
+    /// The number of points that were to be measured.
+    planned: usize,
 }
 
 impl About {
-    fn new(libraries: &[String]) -> Self {
+    fn new(libraries: &[String], planned: usize) -> Self {
         About {
-            command: command(std::env::args()),
+            command: command(std::env::args_os().map(|word| word.to_string_lossy().into_owned())),
             date: date(unix_time()),
             libraries: libraries.join(", "),
+            planned,
         }
     }
+}
+
+/// Returns why the figures are not to be trusted, or not complete.
+fn warnings(figures: &[Figures], about: &About) -> Vec<String> {
+    let mut warnings = Vec::new();
+    let wrong: Vec<_> = figures.iter().filter(|one| !one.verified).map(point).collect();
+    if !wrong.is_empty() {
+        warnings.push(format!(
+            "Wrong bytes arrived at points that are not drawn: {}.",
+            wrong.join("; ")
+        ));
+    }
+    if figures.len() < about.planned {
+        let (of, planned) = (figures.len(), about.planned);
+        warnings.push(format!("The run failed after {of} of {planned} points."));
+    }
+    warnings
 }
 
 /// Returns the command line in the form in which a shell reads it.
@@ -95,10 +121,13 @@ fn command(arguments: impl IntoIterator<Item = String>) -> String {
 
 fn picture(figures: &[Figures], about: &About) -> String {
     let machine = figures[0].machine;
-    let last = format!(
+    let mut last = format!(
         "kvx {} on {}, {} cores, {}; {}",
         machine.kvx, machine.cpu, machine.cores, machine.kernel, about.date
     );
+    for warning in warnings(figures, about) {
+        last = format!("{warning} {last}");
+    }
     report::standalone("kvx bench", &plots(figures), &last)
 }
 
@@ -109,12 +138,8 @@ fn page(figures: &[Figures], about: &About) -> String {
     let beside = if has_peer { " Dotted lines are the companion program." } else { "" };
     let mut parts =
         vec![format!("<p>kvx {kvx} on {cpu}, {}. {EXPLANATION}{beside}</p>", about.date)];
-    let wrong: Vec<_> = figures.iter().filter(|one| !one.verified).map(point).collect();
-    if !wrong.is_empty() {
-        parts.push(format!(
-            "<p><strong>Wrong bytes arrived: {}.</strong> Do not trust these figures.</p>",
-            escaped(&wrong.join("; "))
-        ));
+    for warning in warnings(figures, about) {
+        parts.push(format!("<p><strong>{}</strong></p>", escaped(&warning)));
     }
     parts.push(format!("<ul>{}</ul>", summary(figures)));
     parts.extend(
@@ -146,7 +171,7 @@ fn page(figures: &[Figures], about: &About) -> String {
 
 const EXPLANATION: &str = "\
 Each point moves a list of blocks from one process to another, again and again. Solid lines are \
-kvx; a vertical line at a mark spans its slowest and fastest round. Dashed lines are the limit: the \
+kvx; a vertical line at a mark spans its slowest and fastest round, or ends at the edge. Dashed lines are the limit: the \
 same blocks moved without kvx, in rounds between kvx's. The closer kvx is to its dashed line, the \
 less it costs. 1 GB is 10<sup>9</sup> bytes.";
 
@@ -181,10 +206,10 @@ fn summary(figures: &[Figures]) -> String {
                 },
             );
             let line = format!(
-                "{} {}: up to {:.2} GB/s, with {} of {}{limit}",
+                "{} {}: up to {} GB/s, with {} of {}{limit}",
                 series.label,
                 name(op),
-                best.gbps,
+                significant(rate(best.gbps, &best.round_gbps), 3),
                 blocks(best.count),
                 bytes::show(best.block)
             );
@@ -209,9 +234,19 @@ struct SeriesOf<'a> {
     figures: Vec<&'a Figures>,
 }
 
+/// Returns the figures whose bytes arrived correctly.
+fn sound(figures: &[Figures]) -> impl Iterator<Item = &Figures> {
+    figures.iter().filter(|one| one.verified)
+}
+
+/// Returns the median of the rounds, of which `rounded` has fewer digits.
+fn rate(rounded: f64, rounds: &[f64]) -> f64 {
+    median(rounds.iter().copied()).unwrap_or(rounded)
+}
+
 fn ops(figures: &[Figures]) -> impl Iterator<Item = BenchOp> + '_ {
     let all = [BenchOp::Read, BenchOp::Write];
-    all.into_iter().filter(|op| figures.iter().any(|one| one.op == *op))
+    all.into_iter().filter(|op| sound(figures).any(|one| one.op == *op))
 }
 
 /// Returns the series of an operation, named by all that differs between any two points.
@@ -221,7 +256,7 @@ fn all_series(figures: &[Figures], op: BenchOp) -> Vec<SeriesOf<'_>> {
         [|one| name(one.pattern), |one| name(one.memory), |one| name(one.wait)];
     let shown: Vec<_> = parts.into_iter().filter(|part| differs(*part)).collect();
     let mut all: Vec<SeriesOf<'_>> = Vec::new();
-    for one in figures.iter().filter(|one| one.op == op) {
+    for one in sound(figures).filter(|one| one.op == op) {
         let others: String = shown.iter().map(|part| format!(" {}", part(one))).collect();
         let label = format!("{}{others}", one.backend);
         match all.iter_mut().find(|series| series.label == label) {
@@ -252,7 +287,7 @@ fn plots(figures: &[Figures]) -> Vec<Plot> {
 
 /// Returns the plot of an operation's bandwidth, or else of its latency.
 fn plot(figures: &[Figures], op: BenchOp, bandwidth: bool) -> Plot {
-    let of_op = || figures.iter().filter(|one| one.op == op);
+    let of_op = || sound(figures).filter(|one| one.op == op);
     let sizes = distinct(of_op().map(|one| one.block));
     let counts = distinct(of_op().map(|one| one.count.into()));
     // Of sizes and counts, those with more values are the axis; each of the others has a panel.
@@ -290,14 +325,18 @@ fn plot(figures: &[Figures], op: BenchOp, bandwidth: bool) -> Plot {
         let shown = |one: &Figures, gbps: f64| if bandwidth { gbps } else { us(one, gbps) };
         // The time of a transfer is that of a round, divided by its transfers: not every limit
         // knows its median.
-        let spread = |one: &Figures, gbps: f64, rounds: &[f64]| {
+        let spread = |one: &Figures, rounded: f64, rounds: &[f64]| {
+            let gbps = rate(rounded, rounds);
+            if gbps <= 0.0 {
+                return None;
+            }
             let (low, high) = range(rounds).unwrap_or((gbps, gbps));
             let (low, high) = (shown(one, low), shown(one, high));
             Some((shown(one, gbps), low.min(high), low.max(high)))
         };
         let ours = |one: &Figures| spread(one, one.gbps, &one.round_gbps);
         let ours = (label.clone(), Drawn::Measured, marks(&ours));
-        let limit = |one: &Figures| spread(one, one.limit_gbps?, &[]);
+        let limit = |one: &Figures| spread(one, one.limit_gbps?, &one.limit_round_gbps);
         let limit_name = only(series.figures.iter().filter_map(|one| Some(one.limit_name?.into())));
         let limit_name = limit_name.map_or(String::new(), |name| format!(": {name}"));
         let limit = (format!("limit of {label}{limit_name}"), Drawn::Limit, marks(&limit));
